@@ -1,0 +1,316 @@
+"""Every offset, stride and size, and who of a CTA's threads serves which plane. Nothing else computes an address.
+
+Words used here and everywhere else:
+
+rank, peer      a process (or thread) of the expert-parallel group; another one of them
+expert          a global id in [0, num_experts); each rank owns a contiguous run of them
+token, row      a line of `x` on its source rank; the same line where it was received
+plane           one column of what travels for a token (activations, scales, ids, weights, extras)
+region          the symmetric memory of one rank; a channel is an independent set of planes, flags and epoch in it
+outbox          the plane into which experts put results and from which the sources fetch them
+state           memory of one rank and channel that no peer ever sees
+`num_*` counts, `*_bytes` sizes and strides, `*_offset` distance in bytes from the start of a channel or a state.
+
+A plane is `[source rank, max_tokens, row_bytes]`: a token's row at every destination has the index it has at its
+source, so placement needs no counter and is the same in every run. A bitmap says which rows are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+MAX_RANKS = 128
+MAX_TOP_K = 32  # one lane of a warp for each id of a token
+MAX_EXTRA_PLANES = 4
+MAX_PLANES = 4 + MAX_EXTRA_PLANES
+MAX_TOKENS = 2**24 - 1  # a flag carries the token count in 24 bits
+MAX_HIDDEN = 2**17
+
+SECTOR_BYTES = 32  # rows are padded to whole memory sectors: 88-byte rows cost 8 % on an H200
+PLANE_ALIGN_BYTES = 128
+REGION_ALIGN_BYTES = 4096
+VECTOR_BYTES = 16  # what one thread stores at once
+STATE_HEADER_BYTES = 128  # struct ChannelState in abi.h
+
+WARP_LANES = 32
+MAX_CTA_THREADS = 1024
+MAX_WARPS_PER_PLANE = 8
+MAX_PASSES = 8
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Column:
+    """A plane of a payload format: one element of `dtype` for every `hidden_per_element` values of a token."""
+
+    name: str
+    dtype: torch.dtype
+    hidden_per_element: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a token's values are stored: a list of planes, and whether a fp32 scale of the whole row follows the ids."""
+
+    name: str
+    columns: tuple[Column, ...]
+    hidden_multiple: int
+    row_scale: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NVFP4 = Format(
+    name="NVFP4",
+    columns=(Column("rows", torch.uint8, 2), Column("scales", torch.float8_e4m3fn, 16)),
+    hidden_multiple=16,
+    row_scale=True,
+)
+BF16 = Format(name="BF16", columns=(Column("rows", torch.bfloat16, 1),), hidden_multiple=8)
+FP16 = Format(name="FP16", columns=(Column("rows", torch.float16, 1),), hidden_multiple=8)
+FP32 = Format(name="FP32", columns=(Column("rows", torch.float32, 1),), hidden_multiple=8)
+
+PAYLOAD_FORMATS = (NVFP4, BF16)
+COMBINE_FORMATS = (BF16, FP16, FP32)
+
+
+class Shape(Protocol):
+    """The part of `Config` that decides the layout."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def payload(self) -> Format: ...
+    @property
+    def combine(self) -> Format: ...
+    @property
+    def extra_planes(self) -> tuple[int, ...]: ...
+    @property
+    def channels(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One plane of the receive memory; `tail_bytes` follow the `source_bytes` that come from a tensor's row."""
+
+    name: str
+    dtype: torch.dtype
+    source_bytes: int
+    tail_bytes: int
+    carries_payload: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return round_up(self.source_bytes + self.tail_bytes, SECTOR_BYTES)
+
+    @property
+    def num_vectors(self) -> int:
+        return self.row_bytes // VECTOR_BYTES
+
+
+def planes(payload: Format, hidden: int, top_k: int, extra_planes: Sequence[int] = ()) -> tuple[Plane, ...]:
+    """The planes of a payload, in the order in which they lie in memory."""
+    found = [
+        Plane(c.name, c.dtype, hidden // c.hidden_per_element * c.dtype.itemsize, 0, carries_payload=True)
+        for c in payload.columns
+    ]
+    found.append(Plane("ids", torch.int32, 4 * top_k, 4 * payload.row_scale, carries_payload=False))
+    found.append(Plane("weights", torch.float32, 4 * top_k, 0, carries_payload=False))
+    found += [
+        Plane(f"extra{i}", torch.uint8, num_bytes, 0, carries_payload=False)
+        for i, num_bytes in enumerate(extra_planes)
+    ]
+    return tuple(found)
+
+
+# ---- experts and ranks -------------------------------------------------------------------------------------------
+
+
+def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
+    """The first expert of `rank`; the first `num_experts % num_ranks` ranks own one more than the others."""
+    return rank * (num_experts // num_ranks) + min(rank, num_experts % num_ranks)
+
+
+def local_experts(rank: int, num_experts: int, num_ranks: int) -> range:
+    """The experts that `rank` owns; empty where there are fewer experts than ranks."""
+    return range(first_expert(rank, num_experts, num_ranks), first_expert(rank + 1, num_experts, num_ranks))
+
+
+# ---- the region of a rank ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of one channel in a rank's region, and of one channel's state; equal on all ranks.
+
+    Offsets count from the start of the channel, which begins at `channel * channel_bytes` in every rank's region.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    planes: tuple[Plane, ...]
+    plane_offsets: tuple[int, ...]
+    dispatch_flags_offset: int  # u64 [source rank]
+    end_flags_offset: int  # u64 [source rank]
+    abort_words_offset: int  # u64 [source rank]
+    bitmap_offset: int  # u32 [source rank, bitmap_words]
+    bitmap_words: int
+    outbox_offset: int  # [source rank, max_tokens, outbox_row_bytes]
+    outbox_row_bytes: int
+    channel_bytes: int
+    region_bytes: int
+    source_counts_offset: int  # in the state: i32 [source rank]
+    masks_offset: int  # in the state: u32 [max_tokens, mask_words], bit r of a token's mask = goes to rank r
+    mask_words: int
+    state_bytes: int
+
+    def plane_bytes(self, index: int) -> int:
+        """Bytes of a whole plane, all sources."""
+        return self.num_ranks * self.max_tokens * self.planes[index].row_bytes
+
+    def row_bytes(self) -> int:
+        """Bytes that one token costs at one destination."""
+        return sum(plane.row_bytes for plane in self.planes)
+
+
+def layout(shape: Shape, num_ranks: int) -> Layout:
+    """The layout of a configuration on `num_ranks` ranks."""
+    found = planes(shape.payload, shape.hidden, shape.top_k, shape.extra_planes)
+    rows = num_ranks * shape.max_tokens
+    cursor = 0
+
+    def take(num_bytes: int) -> int:
+        nonlocal cursor
+        offset = cursor
+        cursor = round_up(offset + num_bytes, PLANE_ALIGN_BYTES)
+        return offset
+
+    dispatch_flags, end_flags, abort_words = take(8 * num_ranks), take(8 * num_ranks), take(8 * num_ranks)
+    bitmap_words = -(-shape.max_tokens // 32)
+    bitmap = take(4 * num_ranks * bitmap_words)
+    plane_offsets = tuple(take(rows * plane.row_bytes) for plane in found)
+    outbox_row_bytes = round_up(shape.hidden * shape.combine.columns[0].dtype.itemsize, SECTOR_BYTES)
+    outbox = take(rows * outbox_row_bytes)
+    channel_bytes = cursor
+
+    mask_words = -(-num_ranks // 32)
+    source_counts = STATE_HEADER_BYTES
+    masks = round_up(source_counts + 4 * num_ranks, PLANE_ALIGN_BYTES)
+    state_bytes = round_up(masks + 4 * mask_words * shape.max_tokens, PLANE_ALIGN_BYTES)
+    return Layout(
+        num_ranks=num_ranks,
+        max_tokens=shape.max_tokens,
+        planes=found,
+        plane_offsets=plane_offsets,
+        dispatch_flags_offset=dispatch_flags,
+        end_flags_offset=end_flags,
+        abort_words_offset=abort_words,
+        bitmap_offset=bitmap,
+        bitmap_words=bitmap_words,
+        outbox_offset=outbox,
+        outbox_row_bytes=outbox_row_bytes,
+        channel_bytes=channel_bytes,
+        region_bytes=round_up(shape.channels * channel_bytes, REGION_ALIGN_BYTES),
+        source_counts_offset=source_counts,
+        masks_offset=masks,
+        mask_words=mask_words,
+        state_bytes=state_bytes,
+    )
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The threads of a CTA that serve a plane, and how many vectors each of them moves for a token."""
+
+    first_thread: int
+    num_threads: int
+    passes: int
+
+
+@dataclass(frozen=True)
+class PhasedSplit:
+    """Which threads serve which plane in the phased schedule."""
+
+    num_threads: int
+    lanes: tuple[Lanes, ...]
+
+
+@dataclass(frozen=True)
+class NoSplit:
+    """Why there is no phased schedule."""
+
+    reason: str
+
+
+def phased_split(
+    payload: Format, hidden: int, top_k: int, num_ranks: int, extra_planes: Sequence[int] = ()
+) -> PhasedSplit | NoSplit:
+    """Divide a CTA's warps over the planes of a payload, so that a warp computes the addresses of one plane only.
+
+    A plane of the payload gets whole warps, one vector a thread where eight warps suffice. Planes of up to 16 vectors
+    that describe the token (ids, weights, extras) share a warp in halves of 16 lanes. Local; any stream; no device.
+
+    Returns the split, or `NoSplit` with the reason: a row so wide that eight warps need more than eight passes, or
+    more than 1024 threads in all.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        return NoSplit(f"num_ranks={num_ranks}: a destination mask holds 1 to {MAX_RANKS} ranks")
+    if not 1 <= top_k <= MAX_TOP_K:
+        return NoSplit(f"top_k={top_k}: a warp reads 1 to {MAX_TOP_K} ids of a token")
+    if hidden < 1 or hidden % payload.hidden_multiple:
+        return NoSplit(f"hidden={hidden}: {payload} rows need a multiple of {payload.hidden_multiple}")
+    lanes: list[Lanes] = []
+    next_thread = 0
+    open_half: int | None = None  # a half warp that is still free
+    for plane in planes(payload, hidden, top_k, extra_planes):
+        if not plane.carries_payload and plane.num_vectors <= WARP_LANES // 2:
+            first, open_half = (next_thread, next_thread + 16) if open_half is None else (open_half, None)
+            lanes.append(Lanes(first, WARP_LANES // 2, 1))
+        else:
+            first, warps = next_thread, min(-(-plane.num_vectors // WARP_LANES), MAX_WARPS_PER_PLANE)
+            passes = -(-plane.num_vectors // (warps * WARP_LANES))
+            if passes > MAX_PASSES:
+                return NoSplit(
+                    f"plane {plane.name}: {plane.row_bytes} bytes a row are {passes} passes of {warps} warps, "
+                    f"at most {MAX_PASSES} keep the other warps busy enough"
+                )
+            lanes.append(Lanes(first, warps * WARP_LANES, passes))
+        next_thread = max(next_thread, round_up(lanes[-1].first_thread + lanes[-1].num_threads, WARP_LANES))
+    if next_thread > MAX_CTA_THREADS:
+        return NoSplit(f"{len(lanes)} planes need {next_thread} threads, a CTA has {MAX_CTA_THREADS}")
+    return PhasedSplit(next_thread, tuple(lanes))
+
+
+Schedule = Literal["general", "phased"]
+Kind = Literal["cpu", "gpu", "nvlink"]
+
+GENERAL_THREADS = 128
+MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tokens
+_CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
+    "cpu": ("phased", "general"),
+    "gpu": ("phased", "general"),
+    "nvlink": ("phased", "general"),
+}
+
+
+def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
+    """The schedule for a kind of world: the best one that the layout allows."""
+    return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
