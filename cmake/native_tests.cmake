@@ -1,0 +1,15 @@
+# One executable for each tests/native/*.cpp, with the flags of the host library. They link an archive of its objects,
+# so a test may also include a .cu itself: what it then defines is not taken from the archive.
+
+file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/native/*.cpp")
+add_library(ep_a2a_archive STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:ep_a2a_objects>)
+set_target_properties(ep_a2a_archive PROPERTIES LINKER_LANGUAGE CXX)
+target_link_libraries(ep_a2a_archive PUBLIC ep_a2a_flags)
+add_custom_target(native_tests)
+foreach(source IN LISTS sources)
+  cmake_path(GET source STEM name)
+  add_executable(${name} EXCLUDE_FROM_ALL "${source}")
+  target_link_libraries(${name} PRIVATE ep_a2a_archive)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${EP_A2A_BIN_DIR}")
+  add_dependencies(native_tests ${name})
+endforeach()
