@@ -1,0 +1,29 @@
+"""Symmetric memory: a region of equal size on every rank that the kernels of all ranks reach by address.
+
+local   ranks that are threads of this process
+posix   processes of one host, through /dev/shm
+"""
+
+from __future__ import annotations
+
+from ep_a2a.symm import local as _local
+from ep_a2a.symm.base import SymmetricMemory
+from ep_a2a.world import Group, LocalRank
+
+__all__ = ["SymmetricMemory", "allocate"]
+
+
+def allocate(group: Group, bytes_per_rank: int, timeout_s: float) -> SymmetricMemory:
+    """Allocate one zeroed region per rank, reachable by all ranks of `group`.
+
+    Collective. A failure on one rank is an error on every rank, and then nothing is left behind.
+
+    bytes_per_rank  size of each region, equal on all ranks
+    timeout_s       how long each step waits for the other ranks, seconds
+    Returns         the regions as this rank sees them
+    Raises          SymmetricMemoryError (too little memory, ranks on different hosts, sizes that differ),
+                    RendezvousTimeout, ValueError, TypeError
+    """
+    if isinstance(group, LocalRank):
+        return _local.allocate(group, bytes_per_rank, timeout_s)
+    raise NotImplementedError("processes")

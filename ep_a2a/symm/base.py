@@ -1,0 +1,70 @@
+"""What symmetric memory is, whatever it is made of."""
+
+from __future__ import annotations
+
+import abc
+import mmap
+
+import torch
+
+from ep_a2a.errors import ClosedError
+from ep_a2a.layout import REGION_ALIGN_BYTES, round_up
+
+
+class SymmetricMemory(abc.ABC):
+    """A region of equal size on every rank that all ranks of the group reach by address.
+
+    bytes_per_rank  size of each region, bytes
+    base            address of this rank's region, a multiple of 4096; the region starts as zeros
+    peer_bases      addresses, in this process, of the regions of all ranks, by rank; the own one included
+    """
+
+    bytes_per_rank: int
+    base: int
+    peer_bases: tuple[int, ...]
+
+    @property
+    @abc.abstractmethod
+    def region(self) -> torch.Tensor:
+        """This rank's region, uint8 [bytes_per_rank], no copy. Local. Raises ClosedError after `close`."""
+
+    @abc.abstractmethod
+    def close(self, keep: bool = False) -> None:
+        """Give up this rank's use of all regions. Local; again is harmless.
+
+        Nothing is unmapped under a living tensor: the mapping of `region` belongs to the storage that all views of it
+        share and goes when the last view dies. Addresses are not views: after `close` they must not be used.
+
+        keep  peers may still be writing here, or kernels reading there: keep all regions as they are
+        """
+
+
+class MappedMemory(SymmetricMemory):
+    """Symmetric memory made of one Python mapping per rank.
+
+    A mapping is only ever unmapped by its last reference. This object holds one to each; a tensor from
+    `torch.frombuffer` holds one too.
+    """
+
+    def __init__(self, rank: int, bytes_per_rank: int, mappings: list[mmap.mmap]) -> None:
+        tensors = [torch.frombuffer(m, dtype=torch.uint8, count=bytes_per_rank) for m in mappings]
+        self.bytes_per_rank = bytes_per_rank
+        self.peer_bases = tuple(t.data_ptr() for t in tensors)
+        self.base = self.peer_bases[rank]
+        self._rank = rank
+        self._tensors: list[torch.Tensor] | None = tensors
+
+    @property
+    def region(self) -> torch.Tensor:
+        if self._tensors is None:
+            raise ClosedError("this symmetric memory was closed")
+        return self._tensors[self._rank]
+
+
+def mapped_bytes(bytes_per_rank: int) -> int:
+    """What a region takes: whole pages. Raises ValueError and TypeError where the size is none."""
+    if isinstance(bytes_per_rank, bool) or not isinstance(bytes_per_rank, int):
+        raise TypeError(f"bytes_per_rank must be an int, not {type(bytes_per_rank).__name__}")
+    if not 1 <= bytes_per_rank < 2**62:
+        raise ValueError(f"bytes_per_rank={bytes_per_rank}: must be 1 to 2**62 - 1")
+    return round_up(bytes_per_rank, REGION_ALIGN_BYTES)
