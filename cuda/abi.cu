@@ -1,0 +1,155 @@
+// abi.cu: what this library was compiled with, so that Python can refuse a library that does not match it.
+#include <stddef.h>
+
+#include "ptx.cuh"
+
+namespace {
+
+#define STRUCT(name) #name, sizeof(name)
+#define FIELD(name, field) #name "." #field, offsetof(name, field)
+
+struct Entry {
+  const char* name;
+  size_t value;
+};
+
+constexpr Entry kEntries[] = {
+    {STRUCT(ChannelState)},
+    {FIELD(ChannelState, half_rounds)},
+    {FIELD(ChannelState, sticky)},
+    {FIELD(ChannelState, bad_routing)},
+    {FIELD(ChannelState, timeout_ns)},
+    {FIELD(ChannelState, first_timeout_ns)},
+    {FIELD(ChannelState, send_counter)},
+    {FIELD(ChannelState, pull_counter)},
+    {FIELD(ChannelState, num_tokens)},
+    {FIELD(ChannelState, reserved)},
+    {STRUCT(Status)},
+    {FIELD(Status, failure)},
+    {FIELD(Status, phase)},
+    {FIELD(Status, culprit)},
+    {FIELD(Status, late_in)},
+    {FIELD(Status, reported_by)},
+    {FIELD(Status, reserved)},
+    {FIELD(Status, epoch_wanted)},
+    {FIELD(Status, epoch_seen)},
+    {FIELD(Status, waited_ns)},
+    {STRUCT(InputRecord)},
+    {FIELD(InputRecord, kind)},
+    {FIELD(InputRecord, token)},
+    {FIELD(InputRecord, position)},
+    {FIELD(InputRecord, value)},
+    {FIELD(InputRecord, limit)},
+    {FIELD(InputRecord, reserved)},
+    {STRUCT(Channel)},
+    {FIELD(Channel, peers)},
+    {FIELD(Channel, state)},
+    {FIELD(Channel, status)},
+    {FIELD(Channel, input)},
+    {FIELD(Channel, rank)},
+    {FIELD(Channel, num_ranks)},
+    {FIELD(Channel, max_tokens)},
+    {FIELD(Channel, bitmap_words)},
+    {FIELD(Channel, mask_words)},
+    {FIELD(Channel, reserved)},
+    {FIELD(Channel, dispatch_flags_offset)},
+    {FIELD(Channel, end_flags_offset)},
+    {FIELD(Channel, abort_words_offset)},
+    {FIELD(Channel, bitmap_offset)},
+    {FIELD(Channel, source_counts_offset)},
+    {FIELD(Channel, masks_offset)},
+    {STRUCT(Plane)},
+    {FIELD(Plane, offset)},
+    {FIELD(Plane, row_bytes)},
+    {FIELD(Plane, first_thread)},
+    {FIELD(Plane, num_threads)},
+    {FIELD(Plane, reserved)},
+    {STRUCT(RowSource)},
+    {FIELD(RowSource, rows)},
+    {FIELD(RowSource, tail)},
+    {FIELD(RowSource, num_bytes)},
+    {FIELD(RowSource, align_bytes)},
+    {FIELD(RowSource, tail_stride)},
+    {FIELD(RowSource, reserved)},
+    {STRUCT(DispatchParams)},
+    {FIELD(DispatchParams, struct_bytes)},
+    {FIELD(DispatchParams, num_planes)},
+    {FIELD(DispatchParams, num_rows)},
+    {FIELD(DispatchParams, top_k)},
+    {FIELD(DispatchParams, num_experts)},
+    {FIELD(DispatchParams, phased)},
+    {FIELD(DispatchParams, num_ctas)},
+    {FIELD(DispatchParams, num_threads)},
+    {FIELD(DispatchParams, topk_ids)},
+    {FIELD(DispatchParams, num_tokens)},
+    {FIELD(DispatchParams, channel)},
+    {FIELD(DispatchParams, planes)},
+    {FIELD(DispatchParams, sources)},
+    {STRUCT(WaitParams)},
+    {FIELD(WaitParams, struct_bytes)},
+    {FIELD(WaitParams, phase)},
+    {FIELD(WaitParams, channel)},
+    {STRUCT(OutboxParams)},
+    {FIELD(OutboxParams, struct_bytes)},
+    {FIELD(OutboxParams, num_ctas)},
+    {FIELD(OutboxParams, num_threads)},
+    {FIELD(OutboxParams, hidden)},
+    {FIELD(OutboxParams, number)},
+    {FIELD(OutboxParams, num_rows)},
+    {FIELD(OutboxParams, outbox_offset)},
+    {FIELD(OutboxParams, outbox_row_bytes)},
+    {FIELD(OutboxParams, reserved)},
+    {FIELD(OutboxParams, rows)},
+    {FIELD(OutboxParams, out)},
+    {FIELD(OutboxParams, channel)},
+    {STRUCT(Nvfp4Params)},
+    {FIELD(Nvfp4Params, struct_bytes)},
+    {FIELD(Nvfp4Params, number)},
+    {FIELD(Nvfp4Params, num_rows)},
+    {FIELD(Nvfp4Params, hidden)},
+    {FIELD(Nvfp4Params, given_scale)},
+    {FIELD(Nvfp4Params, scale_stride)},
+    {FIELD(Nvfp4Params, values)},
+    {FIELD(Nvfp4Params, packed)},
+    {FIELD(Nvfp4Params, scales)},
+    {FIELD(Nvfp4Params, global_scale)},
+};
+
+struct Text {
+  char characters[8192];
+  size_t length = 0;
+  void append(char c) {
+    if (length + 1 < sizeof characters) characters[length++] = c;
+  }
+  void append(const char* text) {
+    while (*text) append(*text++);
+  }
+  void append(size_t number) {
+    if (number >= 10) append(number / 10);
+    append(static_cast<char>('0' + number % 10));
+  }
+  Text() {
+    for (const Entry& entry : kEntries) {
+      append(entry.name);
+      append(' ');
+      append(entry.value);
+      append('\n');
+    }
+    characters[length] = 0;
+  }
+};
+
+}  // namespace
+
+const char* ep_a2a_abi() {
+  static const Text text;
+  return text.characters;
+}
+
+const char* ep_a2a_error_text(int error) {
+#if defined(__CUDACC__)
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+#else
+  return error == 0 ? "no error" : "a host launch cannot fail";
+#endif
+}

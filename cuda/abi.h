@@ -1,0 +1,160 @@
+// abi.h: every struct and entry point that crosses to Python. `ep_a2a/native.py` mirrors it; a test compares both.
+//
+// Offsets and strides come from `ep_a2a/layout.py`; nothing here or in a kernel computes one.
+// An entry point takes one struct and a stream, launches, and returns 0 or the CUDA error of the launch.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__cplusplus)
+#define EP_A2A_API extern "C" __attribute__((visibility("default")))
+#endif
+
+constexpr int kMaxRanks = 128;
+constexpr int kMaxTopK = 32;
+constexpr int kMaxPlanes = 8;
+constexpr int kVectorBytes = 16;
+
+enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
+enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3 };
+enum BadInput : uint32_t { kInputFine = 0, kInvalidRouting = 1, kInvalidCount = 2 };
+enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+// Memory of one rank and channel that no peer sees; at the start of the channel's state. Kernels of the channel's
+// stream order read and write it; the host writes the two deadlines only.
+struct ChannelState {
+  uint64_t half_rounds;       // even = closed, odd = open; the epoch of an open round is half_rounds / 2 + 1
+  uint64_t sticky;            // the abort word that ended this channel for ever; 0 = healthy
+  uint64_t bad_routing;       // smallest token << 32 | position of an id out of range this round; ~0 = none
+  uint64_t timeout_ns;        // deadline of a wait
+  uint64_t first_timeout_ns;  // the same in epoch 1
+  uint32_t send_counter;      // CTAs of the running dispatch that are done
+  uint32_t pull_counter;      // CTAs of the running combine that are done
+  int32_t num_tokens;         // tokens of this rank in the open round
+  uint8_t reserved[76];
+};
+
+// Why a channel died. In host memory that the device can write; `failure` is stored last, and once.
+struct Status {
+  uint32_t failure;      // enum Failure
+  uint32_t phase;        // enum Phase: what this rank was doing
+  uint32_t culprit;      // the rank that is late or misused its channel
+  uint32_t late_in;      // enum Phase: what the culprit did not finish
+  uint32_t reported_by;  // the rank that found out; this rank itself, or a peer whose abort word was adopted
+  uint32_t reserved;
+  uint64_t epoch_wanted;
+  uint64_t epoch_seen;  // of the culprit's flag; valid if this rank found out
+  uint64_t waited_ns;
+};
+
+// An input that a kernel had to correct. In host memory; written while `kind` is 0, cleared by the host.
+struct InputRecord {
+  uint32_t kind;     // enum BadInput
+  int32_t token;     // kInvalidRouting
+  int32_t position;  // kInvalidRouting: which of the token's ids
+  int32_t value;     // the id or count found
+  int32_t limit;     // num_experts, or T
+  int32_t reserved;
+};
+
+// What every kernel of a channel knows.
+struct Channel {
+  const uint64_t* peers;  // [num_ranks] address of this channel in each rank's region, own rank included
+  ChannelState* state;
+  Status* status;
+  InputRecord* input;
+  uint32_t rank;
+  uint32_t num_ranks;
+  uint32_t max_tokens;
+  uint32_t bitmap_words;  // per source rank
+  uint32_t mask_words;    // per token
+  uint32_t reserved;
+  uint64_t dispatch_flags_offset;  // u64 [source rank]
+  uint64_t end_flags_offset;       // u64 [source rank]
+  uint64_t abort_words_offset;     // u64 [source rank]
+  uint64_t bitmap_offset;          // u32 [source rank, bitmap_words]
+  uint64_t source_counts_offset;   // in the state: i32 [source rank]
+  uint64_t masks_offset;           // in the state: u32 [max_tokens, mask_words]
+};
+
+// One plane, and the threads that serve it in the phased schedule.
+struct Plane {
+  uint64_t offset;        // of [source rank, max_tokens, row_bytes] in a channel
+  uint32_t row_bytes;     // a multiple of 32
+  uint32_t first_thread;  // phased: threads [first_thread, first_thread + num_threads) serve this plane
+  uint32_t num_threads;
+  uint32_t reserved;
+};
+
+// Where the rows of a plane come from on the sending rank.
+struct RowSource {
+  const void* rows;      // [T, num_bytes], contiguous
+  const float* tail;     // a word behind each row, or null
+  uint32_t num_bytes;    // of a row, without the tail
+  uint32_t align_bytes;  // 16, 8, 4, 2 or 1: every row starts at a multiple of it
+  uint32_t tail_stride;  // in floats: 0 = one word for all rows
+  uint32_t reserved;
+};
+
+struct DispatchParams {
+  uint32_t struct_bytes;
+  uint32_t num_planes;
+  uint32_t num_rows;  // T: rows in the sources
+  uint32_t top_k;
+  uint32_t num_experts;
+  uint32_t phased;  // 1 = phased schedule, 0 = general
+  uint32_t num_ctas;
+  uint32_t num_threads;
+  const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
+  const int32_t* num_tokens;  // device count in [0, T], or null = T
+  Channel channel;
+  Plane planes[kMaxPlanes];
+  RowSource sources[kMaxPlanes];
+};
+
+struct WaitParams {  // also the signal that ends a round
+  uint32_t struct_bytes;
+  uint32_t phase;  // enum Phase
+  Channel channel;
+};
+
+struct OutboxParams {
+  uint32_t struct_bytes;
+  uint32_t num_ctas;
+  uint32_t num_threads;
+  uint32_t hidden;
+  uint32_t number;  // enum Number: of an outbox row and of `rows` / `out`
+  uint32_t num_rows;  // combine: T, rows of `out`
+  uint64_t outbox_offset;  // [source rank, max_tokens, outbox_row_bytes] in a channel
+  uint32_t outbox_row_bytes;
+  uint32_t reserved;
+  const void* rows;  // stage: [num_ranks, max_tokens, hidden]
+  void* out;         // combine: [T, hidden]
+  Channel channel;
+};
+
+struct Nvfp4Params {
+  uint32_t struct_bytes;
+  uint32_t number;    // enum Number: of `values`
+  uint32_t num_rows;
+  uint32_t hidden;    // a multiple of 16
+  uint32_t given_scale;  // encode: 1 = `global_scale` is read, 0 = it is computed and written
+  uint32_t scale_stride;  // floats from a row's global scale to the next; 0 = one for all rows
+  void* values;        // [num_rows, hidden]: encode reads, decode writes
+  uint8_t* packed;     // [num_rows, hidden / 2] low nibble first
+  uint8_t* scales;     // [num_rows, hidden / 16] e4m3
+  float* global_scale;
+};
+
+EP_A2A_API int ep_a2a_dispatch_send(const DispatchParams* params, void* stream);
+EP_A2A_API int ep_a2a_wait(const WaitParams* params, void* stream);
+EP_A2A_API int ep_a2a_end_signal(const WaitParams* params, void* stream);
+EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
+EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);
+EP_A2A_API int ep_a2a_nvfp4_encode(const Nvfp4Params* params, void* stream);
+EP_A2A_API int ep_a2a_nvfp4_decode(const Nvfp4Params* params, void* stream);
+EP_A2A_API const char* ep_a2a_abi();                    // one line a struct or field: "name size" or "name.field offset"
+EP_A2A_API const char* ep_a2a_error_text(int error);    // of a launcher's return value
+
+// Host build only: at every access to a flag wait up to `max_us`, in `permille` of the cases, by `seed`; 0 = off.
+EP_A2A_API void ep_a2a_host_delays(uint64_t seed, uint32_t permille, uint32_t max_us);

@@ -1,0 +1,146 @@
+// combine.cu: the end of a round. Results go from the experts' outboxes back to the tokens' sources, or a release.
+//
+//   stage    copies rows that a caller holds elsewhere into the outbox
+//   signal   tells every peer that this rank's outbox is ready (or that the round is released)
+//   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
+//   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
+//
+// Reads: outboxes of peers, from the end of the combine wait until the peer's next dispatch wait ends (sync.cuh).
+#include "fp4.cuh"
+#include "rows.cuh"
+
+namespace {
+
+__device__ __forceinline__ bool row_is_valid(const Channel& c, uint32_t source, uint32_t token) {
+  return bitmap_at(c, c.rank, source)[token / 32] >> token % 32 & 1;
+}
+
+// A CTA walks over (source, token) pairs and copies the rows that were received this round.
+__global__ void outbox_stage_kernel(const __grid_constant__ OutboxParams p) {
+  const Channel& c = p.channel;
+  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  const uint32_t row_bytes = p.hidden * number_bytes(p.number);
+  for (uint32_t source = 0; source < c.num_ranks; ++source) {
+    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+      if (!row_is_valid(c, source, token)) continue;
+      const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
+      const char* from = static_cast<const char*>(p.rows) + row * row_bytes;
+      char* to = row_at(c, c.rank, p.outbox_offset, p.outbox_row_bytes, source, token);
+      for (uint32_t v = threadIdx.x; v < row_bytes / kVectorBytes; v += blockDim.x) {
+        st_vector(to + v * kVectorBytes, ld_vector(from + v * kVectorBytes));
+      }
+    }
+  }
+}
+
+__global__ void end_signal_kernel(const __grid_constant__ WaitParams p) {
+  const Channel& c = p.channel;
+  if (c.state->sticky != 0) return;
+  const Phase phase = static_cast<Phase>(p.phase);
+  const uint64_t half_rounds = c.state->half_rounds, epoch = half_rounds / 2 + 1;
+  if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
+  publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
+}
+
+// Keeps the counts that came with the flags; 0 for all if the round was aborted.
+__device__ void keep_counts_warp(const Channel& c, bool arrived) {
+  for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
+    const uint64_t flag = arrived ? ld_acquire_sys(flag_at(c, c.rank, c.dispatch_flags_offset, source)) : 0;
+    source_counts(c)[source] = static_cast<int32_t>(flag & 0xffffff);
+  }
+}
+
+// False, and the channel ends, if a peer ends this round in another way than this rank.
+__device__ bool agree_on_end_warp(const Channel& c, Phase phase, uint64_t epoch) {
+  const uint64_t other = min_source_warp(c, [&](uint32_t source) {
+    const uint64_t seen = ld_acquire_sys(flag_at(c, c.rank, c.end_flags_offset, source)) & 0xff;
+    return seen == phase ? ~uint64_t{0} : uint64_t{source} << 8 | seen;
+  });
+  if (other == ~uint64_t{0}) return true;
+  fail_warp(c, Why{kRoundMismatch, phase, static_cast<Phase>(other & 0xff), static_cast<uint32_t>(other >> 8), c.rank,
+                   epoch, epoch, 0});
+  return false;
+}
+
+__global__ void wait_kernel(const __grid_constant__ WaitParams p) {
+  const Channel& c = p.channel;
+  const Phase phase = static_cast<Phase>(p.phase);
+  const bool alive = c.state->sticky == 0;
+  const uint64_t half_rounds = c.state->half_rounds, epoch = half_rounds / 2 + 1;
+  if (phase == kPhaseDispatch) {
+    return keep_counts_warp(c, alive && wait_for_peers_warp(c, phase, c.dispatch_flags_offset, epoch));
+  }
+  if (!alive || !wait_for_peers_warp(c, phase, c.end_flags_offset, epoch)) return;
+  if (agree_on_end_warp(c, phase, epoch) && phase == kPhaseRelease && threadIdx.x == 0) {
+    c.state->half_rounds = half_rounds + 1;
+  }
+}
+
+constexpr int kGroup = 8;  // values that a thread sums at once
+
+// Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer wrote.
+template <Number kNumber>
+__device__ __forceinline__ void ld_group(const char* row, uint32_t v, float (&values)[kGroup]) {
+  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
+#pragma unroll
+  for (int i = 0; i < kGroup / kPerVector; ++i) {
+    const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
+    unpack<kNumber>(vector, values + i * kPerVector);
+  }
+}
+template <Number kNumber>
+__device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&values)[kGroup]) {
+  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
+#pragma unroll
+  for (int i = 0; i < kGroup / kPerVector; ++i) {
+    st_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes,
+              pack<kNumber>(values + i * kPerVector));
+  }
+}
+
+template <Number kNumber>
+__global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
+  const Channel& c = p.channel;
+  const bool alive = c.state->sticky == 0;
+  const uint64_t half_rounds = c.state->half_rounds;
+  const uint32_t num_tokens = static_cast<uint32_t>(c.state->num_tokens);
+  const float empty = alive ? 0.0f : bits_to_float(0x7fc00000u);
+  for (uint32_t token = blockIdx.x; token < p.num_rows; token += gridDim.x) {
+    char* out = static_cast<char*>(p.out) + static_cast<uint64_t>(token) * p.hidden * number_bytes(kNumber);
+    const bool has_result = alive && token < num_tokens;
+    for (uint32_t v = threadIdx.x; v < p.hidden / kGroup; v += blockDim.x) {
+      float sum[kGroup];
+#pragma unroll
+      for (float& value : sum) value = empty;
+      if (has_result) {
+        each_rank(token_mask(c, token), c.mask_words, [&](uint32_t rank) {
+          float row[kGroup];
+          ld_group<kNumber>(row_at(c, rank, p.outbox_offset, p.outbox_row_bytes, c.rank, token), v, row);
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], row[i]);
+        });
+      }
+      st_group<kNumber>(out, v, sum);
+    }
+  }
+  if (last_cta(&c.state->pull_counter) && alive && threadIdx.x == 0) c.state->half_rounds = half_rounds + 1;
+}
+
+}  // namespace
+
+int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
+  return launch(outbox_stage_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+}
+
+int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }
+
+int ep_a2a_wait(const WaitParams* p, void* stream) { return launch(wait_kernel, 1, kLanes, 0, stream, *p); }
+
+int ep_a2a_combine_pull(const OutboxParams* p, void* stream) {
+  switch (p->number) {
+    case kBf16: return launch(combine_pull_kernel<kBf16>, p->num_ctas, p->num_threads, 0, stream, *p);
+    case kFp16: return launch(combine_pull_kernel<kFp16>, p->num_ctas, p->num_threads, 0, stream, *p);
+    default: return launch(combine_pull_kernel<kFp32>, p->num_ctas, p->num_threads, 0, stream, *p);
+  }
+}

@@ -1,0 +1,113 @@
+// fp4.cuh: small floating-point numbers as bits. The same integer steps run on a GPU and a CPU, so bits are equal.
+//
+// e2m1: s eem, magnitudes 0 0.5 1 1.5 2 3 4 6.  e4m3: s eeee mmm, bias 7, no infinity, 0x7f is NaN, largest 448.
+// All conversions round to nearest, ties to even.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr uint32_t kE4m3Nan = 0x7f;
+constexpr float kE2m1Max = 6.0f;
+constexpr float kE4m3Max = 448.0f;
+
+__host__ __device__ constexpr int number_bytes(uint32_t number) { return number == kFp32 ? 4 : 2; }
+
+// Rounds a finite, non-negative fp32 pattern to `kept` mantissa bits; the result's low bits are zero.
+__device__ __forceinline__ uint32_t round_mantissa(uint32_t bits, int kept) {
+  const int dropped = 23 - kept;
+  const uint32_t half_less_one = (1u << (dropped - 1)) - 1;
+  return (bits + half_less_one + (bits >> dropped & 1)) & ~((1u << dropped) - 1);
+}
+
+__device__ __forceinline__ uint16_t float_to_bf16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN stays NaN
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+__device__ __forceinline__ float bf16_to_float(uint16_t bits) {
+  return bits_to_float(static_cast<uint32_t>(bits) << 16);
+}
+
+__device__ __forceinline__ uint16_t float_to_fp16(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above: infinity
+  if (magnitude < 0x38800000u) {                                               // below 2^-14: multiples of 2^-24
+    const float shifted = add_rn(bits_to_float(magnitude), 0.5f);              // one ulp of 0.5 is 2^-24
+    return static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((round_mantissa(magnitude, 10) - 0x38000000u) >> 13));
+}
+__device__ __forceinline__ float fp16_to_float(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, exponent = bits >> 10 & 0x1fu;
+  const uint32_t mantissa = bits & 0x3ffu;
+  if (exponent == 0) {
+    const float magnitude = mul_rn(static_cast<float>(mantissa), bits_to_float(0x33800000u));  // 2^-24
+    return bits_to_float(sign | float_to_bits(magnitude));
+  }
+  if (exponent == 31) return bits_to_float(sign | 0x7f800000u | mantissa << 13);
+  return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+// e4m3 of a value >= 0, saturating at 448; NaN for NaN.
+__device__ __forceinline__ uint32_t float_to_e4m3(float value) {
+  if (!(value == value)) return kE4m3Nan;
+  if (value >= kE4m3Max) return 0x7e;
+  const uint32_t bits = float_to_bits(value);
+  if (bits < 0x3c800000u) {                          // below 2^-6: multiples of 2^-9
+    const float shifted = add_rn(value, 16384.0f);   // one ulp of 2^14 is 2^-9
+    return float_to_bits(shifted) - 0x46800000u;
+  }
+  return (round_mantissa(bits, 3) - 0x3c000000u) >> 20;  // rounding past 448 cannot happen below 448
+}
+__device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
+  const uint32_t sign = (bits & 0x80u) << 24, exponent = bits >> 3 & 0xfu, mantissa = bits & 7u;
+  if ((bits & 0x7fu) == kE4m3Nan) return bits_to_float(sign | 0x7fc00000u);
+  if (exponent == 0) {
+    const float magnitude = mul_rn(static_cast<float>(mantissa), bits_to_float(0x3b000000u));  // 2^-9
+    return bits_to_float(sign | float_to_bits(magnitude));
+  }
+  return bits_to_float(sign | (exponent + 120) << 23 | mantissa << 20);
+}
+
+// e2m1 code of a value, saturating at 6. The eight magnitudes are multiples of 0.5 below 2, of 1 below 4, then 4, 6.
+__device__ __forceinline__ uint32_t float_to_e2m1(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 28 & 8u, magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x40c00000u) return sign | 7u;  // 6 and above
+  if (magnitude < 0x3f800000u) {                   // below 1: multiples of 0.5
+    const float shifted = add_rn(bits_to_float(magnitude), 4194304.0f);  // one ulp of 2^22 is 0.5
+    return sign | (float_to_bits(shifted) - 0x4a800000u);
+  }
+  return sign | ((round_mantissa(magnitude, 1) - 0x3f000000u) >> 22);
+}
+__device__ __forceinline__ float e2m1_to_float(uint32_t code) {
+  const uint32_t sign = (code & 8u) << 28, exponent = code >> 1 & 3u, mantissa = code & 1u;
+  const uint32_t magnitude = exponent ? (exponent + 126) << 23 | mantissa << 22 : mantissa * 0x3f000000u;
+  return bits_to_float(sign | magnitude);
+}
+
+template <Number kNumber>
+__device__ __forceinline__ void unpack(const Vector& v, float* values) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kNumber == kFp32) {
+      values[i] = bits_to_float(v.words[i]);
+    } else {
+      const uint16_t low = static_cast<uint16_t>(v.words[i]), high = static_cast<uint16_t>(v.words[i] >> 16);
+      values[2 * i] = kNumber == kBf16 ? bf16_to_float(low) : fp16_to_float(low);
+      values[2 * i + 1] = kNumber == kBf16 ? bf16_to_float(high) : fp16_to_float(high);
+    }
+  }
+}
+template <Number kNumber>
+__device__ __forceinline__ Vector pack(const float* values) {
+  const auto narrow = [](float value) { return kNumber == kBf16 ? float_to_bf16(value) : float_to_fp16(value); };
+  Vector v;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v.words[i] = kNumber == kFp32
+                     ? float_to_bits(values[i])
+                     : narrow(values[2 * i]) | static_cast<uint32_t>(narrow(values[2 * i + 1])) << 16;
+  }
+  return v;
+}

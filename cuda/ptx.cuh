@@ -1,0 +1,139 @@
+// ptx.cuh: memory accesses with their order and scope in the name, and what else differs between a GPU and a CPU.
+//
+// The only file with inline assembly. On a CPU `sys` and `gpu` scope are the same: the C++ atomics of that order.
+// Memory that a peer writes is only ever read through these functions, never through a const __restrict__ pointer.
+#pragma once
+
+#include "abi.h"
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#else
+#include "simt_host.h"
+#endif
+
+struct alignas(16) Vector {  // what one thread moves at once
+  uint32_t words[4];
+};
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_relaxed_sys(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void st_release_sys(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+__device__ __forceinline__ void red_min_relaxed_gpu(uint64_t* p, uint64_t v) {
+  asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ Vector ld_vector(const void* p) {
+  Vector v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_vector(void* p, const Vector& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
+}
+__device__ __forceinline__ void st_word(uint32_t* p, uint32_t v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint64_t time_ns() {
+  uint64_t v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
+__device__ __forceinline__ void pause_waiting(unsigned, bool) {}
+__device__ __forceinline__ void* shared_memory() {
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  return dynamic_shared;
+}
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float add_rn(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+
+// Launches kernel<<<ctas, threads, shared_bytes, stream>>>(params); 0 or the error of the launch.
+template <class Params>
+int launch(void (*kernel)(Params), unsigned ctas, unsigned threads, size_t shared_bytes, void* stream,
+           const Params& params) {
+  kernel<<<ctas, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
+  return static_cast<int>(cudaGetLastError());
+}
+
+#else
+
+inline uint64_t ld_acquire_sys(const uint64_t* p) {
+  simt::point(simt::Point::kFlagLoad);
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline uint32_t ld_acquire_sys(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void st_relaxed_sys(uint64_t* p, uint64_t v) {
+  simt::point(simt::Point::kFlagStore);
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+inline void st_release_sys(uint64_t* p, uint64_t v) {
+  simt::point(simt::Point::kFlagStore);
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline void red_min_relaxed_gpu(uint64_t* p, uint64_t v) {
+  uint64_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (v < old && !__atomic_compare_exchange_n(p, &old, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+inline Vector ld_vector(const void* p) {
+  simt::point(simt::Point::kRowLoad);
+  return *static_cast<const Vector*>(p);
+}
+inline void st_vector(void* p, const Vector& v) {
+  simt::point(simt::Point::kRowStore);
+  *static_cast<Vector*>(p) = v;
+}
+inline void st_word(uint32_t* p, uint32_t v) {
+  simt::point(simt::Point::kRowStore);
+  *p = v;
+}
+inline uint64_t time_ns() {
+  return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+inline void pause_waiting(unsigned num_polls, bool may_sleep) { simt::pause(num_polls, may_sleep); }
+inline void* shared_memory() { return simt::shared_memory(); }
+inline float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(value); }
+// Contraction is off in the host build, so these are single IEEE operations as on the GPU.
+inline float mul_rn(float a, float b) { return a * b; }
+inline float add_rn(float a, float b) { return a + b; }
+inline float div_rn(float a, float b) { return a / b; }
+
+template <class Params>
+int launch(void (*kernel)(Params), unsigned ctas, unsigned threads, size_t shared_bytes, void*,
+           const std::type_identity_t<Params>& params) {
+  simt::launch(kernel, dim3(ctas), dim3(threads), shared_bytes, params);
+  return 0;
+}
+
+#endif

@@ -1,0 +1,79 @@
+// rows.cuh: the rows that travel. One function loads a vector of a row at its source, one stores it at a destination.
+//
+// A row at a destination is `row_bytes` (whole sectors) and is written in 16-byte vectors; what the source does not
+// fill is zero. The source is read in the widest words that its own alignment allows.
+#pragma once
+
+#include "sync.cuh"
+
+template <class Word>
+__device__ __forceinline__ Vector ld_source(const char* p) {
+  union {
+    Vector vector;
+    Word words[kVectorBytes / sizeof(Word)];
+  } u;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(kVectorBytes / sizeof(Word)); ++i) {
+    u.words[i] = reinterpret_cast<const Word*>(p)[i];
+  }
+  return u.vector;
+}
+
+// Word `byte / 4` of a row whose end lies in this vector: part of the row, its tail, or zero.
+__device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, uint32_t token, uint32_t byte) {
+  if (byte >= s.num_bytes) {
+    const bool is_tail = s.tail && byte == s.num_bytes;
+    return is_tail ? float_to_bits(s.tail[static_cast<uint64_t>(token) * s.tail_stride]) : 0;
+  }
+  uint32_t word = 0;
+  for (uint32_t i = 0; i < 4 && byte + i < s.num_bytes; ++i) {
+    word |= static_cast<uint32_t>(static_cast<uint8_t>(row[byte + i])) << 8 * i;
+  }
+  return word;
+}
+
+// Vector `index` of a token's row, from the rank's own tensors.
+__device__ __forceinline__ Vector ld_row_source(const RowSource& s, uint32_t token, uint32_t index) {
+  const char* row = static_cast<const char*>(s.rows) + static_cast<uint64_t>(token) * s.num_bytes;
+  const uint32_t byte = index * kVectorBytes;
+  if (byte + kVectorBytes > s.num_bytes) {
+    Vector v;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) v.words[i] = ld_source_end(s, row, token, byte + 4 * i);
+    return v;
+  }
+  switch (s.align_bytes) {
+    case 16: return ld_source<Vector>(row + byte);
+    case 8: return ld_source<uint64_t>(row + byte);
+    case 4: return ld_source<uint32_t>(row + byte);
+    case 2: return ld_source<uint16_t>(row + byte);
+    default: return ld_source<uint8_t>(row + byte);
+  }
+}
+
+// Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel of rank `owner`.
+__device__ __forceinline__ char* row_at(const Channel& c, uint32_t owner, uint64_t offset, uint32_t row_bytes,
+                                        uint32_t source, uint32_t token) {
+  const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
+  return reinterpret_cast<char*>(c.peers[owner]) + offset + row * row_bytes;
+}
+
+__device__ __forceinline__ int32_t* source_counts(const Channel& c) {
+  return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(c.state) + c.source_counts_offset);
+}
+__device__ __forceinline__ uint32_t* token_mask(const Channel& c, uint32_t token) {
+  return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(c.state) + c.masks_offset) +
+         static_cast<uint64_t>(token) * c.mask_words;
+}
+__device__ __forceinline__ uint32_t* bitmap_at(const Channel& c, uint32_t owner, uint32_t source) {
+  return reinterpret_cast<uint32_t*>(c.peers[owner] + c.bitmap_offset) +
+         static_cast<uint64_t>(source) * c.bitmap_words;
+}
+
+// Calls f(rank) for every rank of a mask in ascending order.
+template <class F>
+__device__ __forceinline__ void each_rank(const uint32_t* mask, uint32_t mask_words, F f) {
+  for (uint32_t w = 0; w < mask_words; ++w) {
+    for (uint32_t bits = mask[w]; bits; bits &= bits - 1) f(w * 32 + __ffs(bits) - 1);
+  }
+}

@@ -1,0 +1,185 @@
+// simt_fiber.h: one thread of a kernel as a fiber: its stack with a guard page, and the switch between two of them.
+//
+// The switch is written by hand for x86-64 and arm64 (a few nanoseconds; ucontext saves the signal mask by a system
+// call each time) and tells AddressSanitizer and ThreadSanitizer what happens. ThreadSanitizer gets the no-sync flag:
+// a switch orders nothing, only the barriers and atomics of the kernel do, as between the threads of a GPU.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#include <ucontext.h>
+#define SIMT_UCONTEXT 1
+#endif
+
+#if defined(__SANITIZE_THREAD__)
+#define SIMT_TSAN 1
+#define SIMT_NO_TSAN __attribute__((no_sanitize("thread"), noinline))
+extern "C" {
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void* __tsan_get_current_fiber();
+}
+#else
+#define SIMT_NO_TSAN
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define SIMT_ASAN 1
+extern "C" {
+void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
+void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom, size_t* size);
+}
+#endif
+
+namespace simt {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kGuardBytes = 4 << 10;
+
+struct Fiber {
+#if defined(SIMT_UCONTEXT)
+  ucontext_t context;
+#else
+  void* stack_pointer = nullptr;
+#endif
+  const void* stack_low = nullptr;  // lowest usable byte
+  size_t stack_bytes = 0;
+  void* tsan_fiber = nullptr;
+  void* asan_fake_stack = nullptr;
+};
+
+#if defined(SIMT_UCONTEXT)
+inline void switch_stack(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
+#else
+// Saves the callee-saved registers on the stack, the stack pointer in *save, and continues on `load`.
+extern "C" __attribute__((visibility("hidden"))) void simt_switch_stack(void** save, void* load);
+
+#if defined(__x86_64__)
+asm(R"(
+  .text
+  .p2align 4
+simt_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+constexpr int kSavedWords = 6;  // below the address to continue at
+#else
+asm(R"(
+  .text
+  .p2align 4
+simt_switch_stack:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+constexpr int kSavedWords = 20;
+#endif
+inline void switch_stack(Fiber& from, Fiber& to) { simt_switch_stack(&from.stack_pointer, to.stack_pointer); }
+#endif
+
+// Makes `fiber` start in `entry`, which never returns, on the stack [low, low + kStackBytes).
+inline void prepare(Fiber& fiber, char* low, void (*entry)()) {
+  fiber.stack_low = low;
+  fiber.stack_bytes = kStackBytes;
+#if defined(SIMT_TSAN)
+  fiber.tsan_fiber = __tsan_create_fiber(0);
+#endif
+#if defined(SIMT_UCONTEXT)
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = low;
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, entry, 0);
+#else
+  void** top = reinterpret_cast<void**>(low + kStackBytes);
+#if defined(__x86_64__)
+  *--top = nullptr;  // where `entry` would return to; leaves the alignment that a call leaves
+  *--top = reinterpret_cast<void*>(entry);
+  top -= kSavedWords;
+  for (int i = 0; i < kSavedWords; ++i) top[i] = nullptr;
+#else
+  top -= kSavedWords;
+  for (int i = 0; i < kSavedWords; ++i) top[i] = nullptr;
+  top[11] = reinterpret_cast<void*>(entry);  // x30, the link register
+#endif
+  fiber.stack_pointer = top;
+#endif
+}
+
+// What a fiber does first on its own stack: AddressSanitizer learns where it is and where it came from.
+inline void arrived(Fiber& self, Fiber& came_from) {
+#if defined(SIMT_ASAN)
+  const void* bottom = nullptr;
+  size_t size = 0;
+  __sanitizer_finish_switch_fiber(self.asan_fake_stack, &bottom, &size);
+  if (came_from.stack_bytes == 0) {
+    came_from.stack_low = bottom;
+    came_from.stack_bytes = size;
+  }
+#endif
+  (void)self, (void)came_from;
+}
+
+// Stacks for `count` fibers, each with a page below it that may not be touched.
+inline char* map_stacks(size_t count) {
+  const size_t stride = kStackBytes + kGuardBytes;
+  void* memory = mmap(nullptr, count * stride, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("simt: no memory for the stacks of a block");
+    std::abort();
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (mprotect(static_cast<char*>(memory) + i * stride, kGuardBytes, PROT_NONE) != 0) {
+      std::perror("simt: cannot protect the end of a stack");
+      std::abort();
+    }
+  }
+  return static_cast<char*>(memory);
+}
+
+}  // namespace simt

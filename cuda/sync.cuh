@@ -1,0 +1,184 @@
+// sync.cuh: who tells whom what, when. Flags, deadlines and aborts; every access to a flag is in this file.
+//
+// Contracts. `n` is the epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads
+// them, one word for each rank that writes; none is ever reset. A waiter only ever sees epoch n-1 or n, since both
+// waits of a round wait for every peer; so words are compared for the exact epoch.
+//
+//   dispatch_flag[source]   epoch << 24 | token count
+//     writer    the source: the last CTA of its dispatch, one store to every peer                      publish
+//     reader    the owner: one warp, in its dispatch wait                                       ld_acquire_sys
+//     meaning   all rows and bitmap words of round n from `source` are visible
+//     chain     rows -> CTA barrier -> acquire-release add on send_counter (GPU scope) by one thread -> the last
+//               CTA sees all adds -> CTA barrier -> release at system scope -> flag
+//     reuse     round n+1: its writer has passed its wait for end_flag n of the owner, which the owner stores
+//               after it read this word
+//
+//   end_flag[source]        epoch << 24 | phase (combine or release)
+//     writer    the source: one warp of a kernel of its own ("outbox ready")                           publish
+//     reader    the owner: one warp, in its combine or release wait                             ld_acquire_sys
+//     meaning   `source` has written its outbox for round n, and reads its own receive planes no more
+//     chain     outbox rows of earlier kernels -> kernel boundary -> release at system scope (cumulative) -> flag;
+//               the pull kernel starts after the waiting kernel has ended
+//     reuse     round n+1: its writer has passed its wait for dispatch_flag n+1 of the owner, which the owner
+//               stores after it read this word
+//
+//   abort_word[source]      epoch << 24 | phase << 16 | culprit << 8 | failure; 0 = none
+//     writer    the source: the warp that gave up, one store to every peer                             publish
+//     reader    the owner: every waiting warp, with its flags                                   ld_acquire_sys
+//     meaning   `source` left the channel for ever, and why; carries no data
+//     reuse     never
+//
+// Windows. The receive planes and the bitmap of rank r are r's to read from the end of its dispatch wait to its end
+// signal, and its peers' to write from that signal until its next dispatch wait ends. The outbox of r is r's to write
+// from the end of its dispatch wait to its end signal, and its peers' to read from then until that next wait ends.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr unsigned kLanes = 32;
+constexpr uint64_t kNoBadRouting = ~uint64_t{0};
+constexpr uint64_t kGraceNs = 500'000'000;
+
+__device__ __forceinline__ uint64_t epoch_of(uint64_t word) { return word >> 24; }
+__device__ __forceinline__ uint64_t* flag_at(const Channel& c, uint32_t owner, uint64_t offset, uint32_t source) {
+  return reinterpret_cast<uint64_t*>(c.peers[owner] + offset) + source;
+}
+
+// Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
+// One warp; a fence and stores on a GPU, release stores on a CPU (a race detector sees no bare fences).
+__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
+#if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
+#if !defined(EP_A2A_FAULT_no_release)
+  fence_acq_rel_sys();
+#endif
+  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
+    st_relaxed_sys(flag_at(c, owner, offset, c.rank), value);
+  }
+#else
+  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
+    st_release_sys(flag_at(c, owner, offset, c.rank), value);
+  }
+#endif
+}
+
+// True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
+__device__ __forceinline__ bool last_cta(uint32_t* counter) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) last = atom_add_acq_rel_gpu(counter, 1) == gridDim.x - 1;
+  last = __syncthreads_or(last);
+  if (last && threadIdx.x == 0) *counter = 0;
+  return last;
+}
+
+struct Why {  // a channel's end, as one warp found it; equal in all its lanes
+  Failure failure;
+  Phase phase;            // what this rank is doing
+  Phase late_in;          // what the culprit did not finish
+  uint32_t culprit;
+  uint32_t reported_by;
+  uint64_t epoch_wanted;
+  uint64_t epoch_seen;
+  uint64_t waited_ns;
+};
+
+__device__ __forceinline__ uint64_t abort_word(const Why& why) {
+  return why.epoch_wanted << 24 | static_cast<uint64_t>(why.late_in) << 16 | why.culprit << 8 | why.failure;
+}
+
+// Ends the channel: sticky word, status record, and an abort word at every peer. One warp.
+__device__ inline void fail_warp(const Channel& c, const Why& why) {
+  const uint64_t word = abort_word(why);
+  if (threadIdx.x % kLanes == 0) {
+    c.state->sticky = word;
+    Status* s = c.status;
+    if (ld_acquire_sys(&s->failure) == kHealthy) {
+      s->phase = why.phase;
+      s->culprit = why.culprit;
+      s->late_in = why.late_in;
+      s->reported_by = why.reported_by;
+      s->epoch_wanted = why.epoch_wanted;
+      s->epoch_seen = why.epoch_seen;
+      s->waited_ns = why.waited_ns;
+      st_release_sys(&s->failure, why.failure);
+    }
+  }
+  __syncwarp();
+  publish_warp(c, c.abort_words_offset, word);
+}
+
+__device__ __forceinline__ void fail_misuse_warp(const Channel& c, Phase phase, uint64_t epoch) {
+  fail_warp(c, Why{kChannelMisuse, phase, phase, c.rank, c.rank, epoch, epoch, 0});
+}
+
+__device__ __forceinline__ uint64_t min_warp(uint64_t value) {
+  for (int step = 16; step > 0; step /= 2) {
+    const uint64_t other = __shfl_xor_sync(kAllLanes, value, step);
+    value = other < value ? other : value;
+  }
+  return value;
+}
+
+// The smallest `of(source)` over all sources, in all lanes; ~0 where there is none.
+template <class Of>
+__device__ __forceinline__ uint64_t min_source_warp(const Channel& c, Of of) {
+  uint64_t smallest = ~uint64_t{0};
+  for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
+    const uint64_t value = of(source);
+    smallest = value < smallest ? value : smallest;
+  }
+  return min_warp(smallest);
+}
+
+// Ends the channel with the smallest abort word that a peer has left here, if there is one. One warp.
+__device__ inline bool adopt_abort_warp(const Channel& c, Phase phase, uint64_t waited_ns) {
+  const auto told = [&](uint32_t source) {
+    const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source));
+    return word ? word : ~uint64_t{0};
+  };
+  const uint64_t word = min_source_warp(c, told);
+  if (word == ~uint64_t{0}) return false;
+  const uint64_t teller = min_source_warp(c, [&](uint32_t s) { return told(s) == word ? s : ~uint64_t{0}; });
+  const uint64_t epoch = epoch_of(word);
+  fail_warp(c, Why{static_cast<Failure>(word & 0xff), phase, static_cast<Phase>(word >> 16 & 0xff),
+                   static_cast<uint32_t>(word >> 8 & 0xff), static_cast<uint32_t>(teller), epoch, epoch, waited_ns});
+  return true;
+}
+
+// Ends the channel naming the lowest rank whose flag is missing; false if none is missing any more. One warp.
+__device__ inline bool name_late_peer_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+                                           uint64_t waited_ns) {
+  const uint64_t late = min_source_warp(c, [&](uint32_t source) {
+    const uint64_t seen = epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source)));
+    return seen == epoch ? ~uint64_t{0} : uint64_t{source} << 40 | seen;
+  });
+  if (late == ~uint64_t{0}) return false;
+  fail_warp(c, Why{kPeerTimeout, phase, phase, static_cast<uint32_t>(late >> 40), c.rank, epoch,
+                   late & ((uint64_t{1} << 40) - 1), waited_ns});
+  return true;
+}
+
+// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended.
+// Past the deadline it looks on for a while, so that a peer which knows more can say so first.
+__device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch) {
+  const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
+  const uint64_t grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
+  const uint64_t start = time_ns();
+  for (unsigned num_polls = 0;; ++num_polls) {
+    bool here = true, told = false;
+    for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
+      here &= epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source))) == epoch;
+      told |= ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;
+    }
+#if defined(EP_A2A_FAULT_no_wait)
+    here = true;
+#endif
+    if (__all_sync(kAllLanes, here)) return true;
+    const uint64_t waited_ns = time_ns() - start;
+    if (__any_sync(kAllLanes, told) && adopt_abort_warp(c, phase, waited_ns)) return false;
+    const bool expired = __any_sync(kAllLanes, waited_ns >= timeout_ns + grace_ns);
+    if (expired && name_late_peer_warp(c, phase, flags_offset, epoch, waited_ns)) return false;
+    pause_waiting(num_polls, threadIdx.x % kLanes == 0);
+  }
+}
