@@ -1,64 +1,28 @@
-"""Ranks that meet on the host: who they are, how many, and a collective exchange of bytes with a deadline.
+"""Which ranks there are: from the launcher, a ProcessGroup, an mpi4py communicator, or as threads of one process.
 
-`resolve` turns whatever the caller has (nothing, a ProcessGroup, an mpi4py communicator, a rank of a local world) into
-a `Group`. Every wait in a group has a deadline, and the error names the ranks that did not come.
+`resolve` turns whatever the caller has into a `Group`; `local` makes the ranks of one process.
 """
 
 from __future__ import annotations
 
-import abc
+import os
+import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from ep_a2a.errors import EpError, RendezvousTimeout
+from ep_a2a.errors import EpError
 from ep_a2a.layout import MAX_RANKS
+from ep_a2a.rendezvous import Group, StoreGroup, no_word, of_communicator, of_process_group, one_line, tcp_store
 
-
-class Group(abc.ABC):
-    """Ranks that meet on the host. All methods are collective: every rank makes the same calls in the same order.
-
-    rank  this rank, 0 to size - 1
-    size  number of ranks
-    name  where the group comes from, for messages
-    """
-
-    rank: int
-    size: int
-    name: str
-
-    @abc.abstractmethod
-    def all_gather(self, payload: bytes, what: str, timeout_s: float) -> list[bytes]:
-        """Give every rank the payloads of all ranks.
-
-        Collective. Payloads may differ in length; `what` names the caller's step in messages.
-
-        Returns the payloads by rank. Raises RendezvousTimeout, naming the ranks that did not arrive within
-        `timeout_s` seconds; a rank that comes later than that may still see everybody and succeed.
-        """
-
-    def barrier(self, what: str, timeout_s: float) -> None:
-        """Wait until every rank is here. Collective. Raises as `all_gather` does."""
-        self.all_gather(b"", what, timeout_s)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 2 and 5`, `ranks 1, 2 and 5`, and the number of the rest where there are many."""
-    found = [str(rank) for rank in ranks]
-    if len(found) > 9:
-        found = [*found[:8], f"{len(found) - 8} more"]
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    return f"ranks {', '.join(found[:-1])} and {found[-1]}"
-
-
-def _no_word(rank: int, what: str, missing: Iterable[int], seconds: float, because: str = "") -> RendezvousTimeout:
-    return RendezvousTimeout(f"rank {rank}, {what}: no word from {_ranks(missing)} after {seconds:.1f} s{because}")
-
+__all__ = ["Group", "LocalRank", "LocalWorld", "local", "resolve"]
 
 # ---- ranks of one process ----------------------------------------------------------------------------------------
 
@@ -112,13 +76,9 @@ class _Meeting:
             if not missing:
                 return [slot.values[r] for r in range(self.size)]
             lost = [r for r in missing if r in self.failed]
-            because = "".join(f"; rank {r} failed with {_line(self.failed[r])}" for r in lost[:1])
+            because = "".join(f"; rank {r} failed with {one_line(self.failed[r])}" for r in lost[:1])
             missing = lost or missing
-        raise _no_word(rank, what, missing, time.monotonic() - started, because)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip(": ").split("\n", 1)[0]
+        raise no_word(rank, what, missing, time.monotonic() - started, because)
 
 
 class LocalRank(Group):
@@ -190,7 +150,7 @@ class LocalWorld:
 
 def _raise_first(errors: list[tuple[int, BaseException]]) -> None:
     rank, first = errors[0]
-    notes = [f"raised by rank {rank} of a local world", *(f"rank {r}: {_line(e)}" for r, e in errors[1:])]
+    notes = [f"raised by rank {rank} of a local world", *(f"rank {r}: {one_line(e)}" for r, e in errors[1:])]
     vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), *notes]  # add_note came with Python 3.11
     try:
         raise first
@@ -215,10 +175,137 @@ def local(num_ranks: int, device: str = "cpu") -> LocalWorld:
 # ---- which group -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Launcher:
+    """A launcher and the two variables by which it tells a process its rank and the number of ranks."""
+
+    name: str
+    rank: str
+    size: str
+
+
+_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE")
+_OPEN_MPI = _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_MPICH = _Launcher("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE")
+_SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS")
+_LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _MPICH, _SLURM)  # in this order
+_OTHERS = ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+
+
 def resolve(group: object | None) -> Group:
-    """The group that `group` stands for."""
+    """The group that `group` stands for. Local: nobody is waited for, except by MPI's own initialisation.
+
+    A Group is itself; a torch ProcessGroup (a sub-group too) meets at its own store, whatever its backend; an mpi4py
+    communicator (a Split one too) meets through MPI. None stands for all ranks that the launcher started, by the
+    first of these that applies:
+
+    1. torch.distributed is initialised: its default group.
+    2. torchrun: RANK, WORLD_SIZE; they meet at MASTER_ADDR, MASTER_PORT.
+    3. Open MPI: OMPI_COMM_WORLD_RANK, _SIZE; MPICH and Intel MPI: PMI_RANK, PMI_SIZE. They meet at MASTER_ADDR,
+       MASTER_PORT where both are set, else through mpi4py.
+    4. Slurm: SLURM_PROCID, SLURM_NTASKS. They meet at MASTER_ADDR, by default the first host of the step, and
+       MASTER_PORT, by default 20000 + (131 * job id + step id) % 12000.
+    5. Nothing of all that: this process is a world of one rank.
+
+    Raises EpError, listing what was found, where the environment is half set or contradicts itself; ValueError where
+    this rank is not a member of the group; TypeError for anything else.
+    """
     if isinstance(group, Group):
         return group
     if group is None:
-        return local(1).ranks[0]
-    raise TypeError(f"group must be None or a Group, not {type(group).__name__}")
+        if dist.is_initialized():
+            return resolve(dist.group.WORLD)
+        return _from_environment(os.environ)
+    if isinstance(group, LocalWorld):
+        raise TypeError("group is a local world: pass one of its ranks, world.ranks[r]; world.run gives each its own")
+    if isinstance(group, dist.ProcessGroup):
+        return of_process_group(group)
+    if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group is what torch.distributed.new_group gives a rank that is not a member")
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(group, mpi.Comm):
+        return of_communicator(group)
+    raise TypeError(
+        f"group must be None, a ProcessGroup, an mpi4py communicator or a rank of a local world, "
+        f"not {type(group).__name__}"
+    )
+
+
+def _from_environment(env: Mapping[str, str]) -> Group:
+    launcher = next((one for one in _LAUNCHERS if one.rank in env or one.size in env), None)
+    if launcher is None or (launcher is _SLURM and _SLURM.rank not in env and env[_SLURM.size] == "1"):
+        return local(1).ranks[0]  # the second: inside a Slurm allocation, but not started by srun
+    rank, size = _rank_and_size(launcher, env)
+    has_address = "MASTER_ADDR" in env and "MASTER_PORT" in env
+    if launcher in (_OPEN_MPI, _MPICH) and not has_address:
+        return _from_mpi(launcher, rank, size, env)
+    if launcher is _TORCHRUN and not has_address and size > 1:
+        raise _confused("torchrun: RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT", env)
+    return _from_store(launcher, rank, size, env)
+
+
+def _rank_and_size(launcher: _Launcher, env: Mapping[str, str]) -> tuple[int, int]:
+    hint = "; in an allocation, start ranks with srun" if launcher is _SLURM else ""
+    for name in (launcher.rank, launcher.size):
+        if name not in env:
+            raise _confused(f"{launcher.name}: {name} is missing{hint}", env)
+    try:
+        rank, size = int(env[launcher.rank]), int(env[launcher.size])
+    except ValueError:
+        raise _confused(f"{launcher.name}: {launcher.rank} and {launcher.size} must be numbers", env) from None
+    if not 0 <= rank < size:
+        raise _confused(f"{launcher.name}: rank {rank} is none of {size} ranks", env)
+    if launcher is _SLURM and env.get("SLURM_STEP_NUM_TASKS", str(size)) != str(size):
+        raise _confused(f"Slurm: SLURM_NTASKS is {size}, but the step has other tasks{hint}", env)
+    return rank, size
+
+
+def _confused(what: str, env: Mapping[str, str]) -> EpError:
+    names = [name for one in _LAUNCHERS for name in (one.rank, one.size)]
+    found = [f"{name}={env[name]}" for name in (*names, *_OTHERS) if name in env]
+    return EpError(f"{what}. Found {', '.join(found)}. Set or unset the variables, or pass a group to connect")
+
+
+def _from_mpi(launcher: _Launcher, rank: int, size: int, env: Mapping[str, str]) -> Group:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        if (env.get(_SLURM.rank), env.get(_SLURM.size)) == (str(rank), str(size)):
+            return _from_store(_SLURM, rank, size, env)  # srun with its PMI plug-in
+        raise _confused(f"{launcher.name}: needs mpi4py ({error}), or MASTER_ADDR and MASTER_PORT", env) from error
+    found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if found != (rank, size):
+        raise _confused(
+            f"{launcher.name}: rank {rank} of {size} by the environment, {found[0]} of {found[1]} by mpi4py, which "
+            f"was built for another MPI ({MPI.Get_library_version().splitlines()[0].strip()})",
+            env,
+        )
+    return of_communicator(MPI.COMM_WORLD)
+
+
+def _from_store(launcher: _Launcher, rank: int, size: int, env: Mapping[str, str]) -> Group:
+    job, prefix = "", env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    host, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if launcher is _SLURM:
+        job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
+        prefix = f"{job}.{step}"
+        nodes = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if n in env), "")
+        host = host or _first_host(nodes)
+        if not port_text and job.isdigit() and step.isdigit():
+            port_text = str(20000 + (131 * int(job) + int(step)) % 12000)
+    if size > 1 and not (host and port_text.isdigit() and 0 < int(port_text) < 2**16):
+        raise _confused(f"{launcher.name}: no address where ranks can meet: {host or 'no host'}:{port_text}", env)
+    serve = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # there the agent holds the server
+    open_store = tcp_store(host, int(port_text or 0), serve)
+    return StoreGroup(
+        rank,
+        size,
+        f"{launcher.name} at {host}:{port_text}",
+        lambda timeout_s: PrefixStore(prefix, open_store(timeout_s)),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm list: `n1` of `n1,n2`, `gpu007` of `gpu[007-009,12],n1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""

@@ -7,6 +7,7 @@ posix   processes of one host, through /dev/shm
 from __future__ import annotations
 
 from ep_a2a.symm import local as _local
+from ep_a2a.symm import posix as _posix
 from ep_a2a.symm.base import SymmetricMemory
 from ep_a2a.world import Group, LocalRank
 
@@ -26,4 +27,4 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float) -> SymmetricMe
     """
     if isinstance(group, LocalRank):
         return _local.allocate(group, bytes_per_rank, timeout_s)
-    raise NotImplementedError("processes")
+    return _posix.allocate(group, bytes_per_rank, timeout_s)
