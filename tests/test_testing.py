@@ -1,4 +1,4 @@
-"""The reference itself: NVFP4 against independent code, routings, dispatch, combine and MoE against plain loops."""
+"""The reference itself: NVFP4 against independent code, routings, dispatch and combine against plain loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ep_a2a.testing import ROUTINGS, decode_nvfp4, encode_nvfp4
+from ep_a2a.config import Config
+from ep_a2a.layout import BF16, NVFP4
+from ep_a2a.testing import (
+    ROUTINGS,
+    assert_same_bits,
+    assert_within,
+    decode_nvfp4,
+    decode_planes,
+    encode_nvfp4,
+    payload_planes,
+    reference_combine,
+    reference_dispatch,
+)
 
 NAN_SCALE = 0x7F
 
@@ -296,3 +308,104 @@ def test_more_choices_than_experts(name: str) -> None:
             ROUTINGS[name](10, 3, 5, gen)
     with pytest.raises(ValueError, match="num_experts=0"):
         ROUTINGS[name](10, 0, 1, gen)
+
+
+# ---- dispatch and combine ----------------------------------------------------------------------------------------
+
+
+def test_dispatch_delivers_each_token_once_to_each_of_its_ranks() -> None:
+    config = Config(num_experts=7, top_k=3, hidden=32, max_tokens=5)  # ranks own 3, 2 and 2 experts
+    ids = [
+        torch.tensor([[0, 1, 2], [3, -1, 6], [5, 5, 4], [7, -2, -1]], dtype=torch.int32),
+        torch.zeros(0, 3, dtype=torch.int32),
+        torch.tensor([[6, 0, 2**31 - 1]], dtype=torch.int32),
+    ]
+    inputs = [
+        {"ids": i, "extra0": torch.arange(2 * len(i), dtype=torch.uint8).reshape(-1, 2) + 1}
+        | payload_planes(config, torch.randn(len(i), 32, generator=torch.Generator().manual_seed(9)))
+        for i in ids
+    ]
+    goes_to = [[{0}, {1, 2}, {1, 2}, set()], [], [{0, 2}]]
+    for rank in range(3):
+        expected = reference_dispatch(config, inputs, rank)
+        assert expected.num_tokens.tolist() == [4, 0, 1]
+        for source in range(3):
+            for token in range(5):
+                wanted = token < len(goes_to[source]) and rank in goes_to[source][token]
+                assert expected.valid[source, token].item() == wanted, (rank, source, token)
+                for name, plane in expected.planes.items():
+                    sent = inputs[source][name][token] if wanted else torch.zeros_like(plane[0, 0])
+                    assert_same_bits(plane[source, token], sent.to(plane.dtype), f"{name}[{source}, {token}]")
+    assert expected.planes["rows"].shape == (3, 5, 16) and expected.planes["global_scale"].shape == (3, 5)
+
+
+def test_dispatch_refuses_with_the_numbers() -> None:
+    config = Config(num_experts=4, top_k=2, hidden=32, max_tokens=2)
+    with pytest.raises(ValueError, match=r"rank 1: ids are \(3, 2\), max_tokens=2"):
+        reference_dispatch(config, [{"ids": torch.zeros(n, 2)} for n in (1, 3)], 0)
+    with pytest.raises(ValueError, match="rank=2"):
+        reference_dispatch(config, [{"ids": torch.zeros(1, 2)}] * 2, 2)
+    with pytest.raises(ValueError, match="need 1 rows"):
+        reference_dispatch(config, [{"ids": torch.zeros(1, 2), "rows": torch.zeros(2, 4)}], 0)
+
+
+def test_planes_decode_to_the_rows() -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10)).bfloat16()
+    for payload in (NVFP4, BF16):
+        config = Config(num_experts=4, top_k=2, hidden=64, max_tokens=4, payload=payload)
+        planes = payload_planes(config, x)
+        assert list(planes) == (["rows", "scales", "global_scale"] if payload == NVFP4 else ["rows"])
+        assert (decode_planes(config, planes) - x.float()).abs().max() <= (0.5 if payload == NVFP4 else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_combine_is_the_ordered_fp32_sum(dtype: torch.dtype) -> None:
+    """Against a loop over single elements in NumPy's fp32; rows nobody asked for hold NaN and must not be read."""
+    gen = torch.Generator().manual_seed(11)
+    outboxes = [torch.randn(3, 4, 8, generator=gen).to(dtype) for _ in range(3)]
+    masks = [torch.rand(n, 3, generator=gen) < 0.6 for n in (4, 0, 3)]
+    masks[0][1] = False
+    for rank, outbox in enumerate(outboxes):
+        for source, mask in enumerate(masks):
+            outbox[source, len(mask) :] = math.nan
+            outbox[source, : len(mask)][~mask[:, rank]] = math.nan
+    results = reference_combine(outboxes, masks)
+    assert [r.shape for r in results] == [(4, 8), (0, 8), (3, 8)] and results[0][1].tolist() == [0.0] * 8
+    for source, mask in enumerate(masks):
+        for token in range(len(mask)):
+            for column in range(8):
+                acc = np.float32(0)
+                for rank in range(3):
+                    if mask[token, rank]:
+                        acc = np.float32(acc + np.float32(outboxes[rank][source, token, column].item()))
+                assert results[source][token, column].item() == torch.tensor(acc).to(dtype).item()
+
+
+def test_combine_depends_on_the_order_of_ranks() -> None:
+    values = [1.0, 2.0**-24, 2.0**-24]  # from the left each small one is lost, from the right they count
+    mask = [torch.ones(1, 3, dtype=torch.bool)] * 3
+    forward = reference_combine([torch.full((3, 1, 8), v) for v in values], mask)
+    backward = reference_combine([torch.full((3, 1, 8), v) for v in reversed(values)], mask)
+    assert forward[0][0, 0].item() == 1.0
+    assert backward[0][0, 0].item() == 1.0 + 2.0**-23
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def test_comparisons_name_the_place() -> None:
+    a = torch.tensor([[1.0, 2.0], [0.0, 4.0]]).bfloat16()
+    b = a.clone()
+    assert_same_bits(a, b)
+    assert_same_bits(a[:0], b[:0])
+    b[1, 0] = -0.0
+    with pytest.raises(AssertionError, match=r"rows\[1, 0\]: wanted -0.0, got 0.0; 1 of 4"):
+        assert_same_bits(a, b, "rows")
+    with pytest.raises(AssertionError, match=r"\(2, 2\).*\(1, 2\)"):
+        assert_same_bits(a, b[:1])
+    with pytest.raises(AssertionError, match="bfloat16"):
+        assert_same_bits(a, b.float())
+    with pytest.raises(AssertionError, match=r"\(2, 1\)"):
+        assert_within(a, a.double(), torch.ones(2, 1).double())
+    with pytest.raises(AssertionError, match=r"out\[0, 1\]: wanted 2.5 within 0.25, got 2.0"):
+        assert_within(a, a.double() + torch.tensor([0.25, 0.5]), torch.full((2, 2), 0.25).double())

@@ -1,10 +1,41 @@
 """Slow, plain references, routings and tolerances, for the tests of this library and of its users. No kernels.
 
-encode_nvfp4, decode_nvfp4              the definition of the format, bit for bit
-ROUTINGS                                generators of ids and weights: uniform, Zipf, holes, duplicates, ...
+encode_nvfp4, decode_nvfp4           the definition of the format, bit for bit
+payload_planes, decode_planes        rows to the planes of a configuration's payload, and back to values
+destinations                         to which ranks a token goes
+reference_dispatch                   what a rank must hold after dispatch
+reference_combine                    what combine must return, bit for bit
+reference_moe                        a whole layer in float64, with two error bounds
+assert_same_bits, assert_within      comparisons that name the first element that differs
+ROUTINGS                             generators of ids and weights: uniform, Zipf, holes, duplicates, ...
 """
 
+from ep_a2a.testing.check import assert_same_bits, assert_within
+from ep_a2a.testing.exchange import (
+    Expected,
+    decode_planes,
+    destinations,
+    payload_planes,
+    reference_combine,
+    reference_dispatch,
+)
+from ep_a2a.testing.moe import MoEReference, reference_moe
 from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
 from ep_a2a.testing.routing import ROUTINGS, Routing
 
-__all__ = ["ROUTINGS", "Routing", "decode_nvfp4", "encode_nvfp4"]
+__all__ = [
+    "ROUTINGS",
+    "Expected",
+    "MoEReference",
+    "Routing",
+    "assert_same_bits",
+    "assert_within",
+    "decode_nvfp4",
+    "decode_planes",
+    "destinations",
+    "encode_nvfp4",
+    "payload_planes",
+    "reference_combine",
+    "reference_dispatch",
+    "reference_moe",
+]

@@ -1,0 +1,149 @@
+"""A one-process MoE layer in float64, and how far from it a correct result can be.
+
+The layer, on rows and weights decoded to fp32 (a_i, w_ji, v_hj), for each legal id of a token:
+
+    z = w13 a    (gate over up)    m = silu(gate) * up    y = w2 m    out += routing weight * y
+
+What an implementation may do, and what each step adds to the error (u = 2^-24, gamma_n = n u / (1 - n u)):
+
+    z          H products added in fp32, in any order; operands with or without their global scale, which then is a
+               factor afterwards: |dz| <= gamma_(H+4) sum_i |w_ji| |a_i|. A tensor core that truncates adds at least 8
+               products at once, so its H/8 coarser steps stay inside
+    m          |silu'| <= 1.1: |dm| <= 1.1 |dgate| (|up| + |dup|) + |silu(gate)| |dup|; for exp, sum, quotient and
+               product in fp32 (8 + |gate| sigmoid(-gate)) u (|m| + |dm|); then one rounding to bf16: 2^-8 (|m| + |dm|)
+    y          |dy| <= sum_j |v_hj| |dm_j| + gamma_(I+4) sum_j |v_hj| (|m_j| + |dm_j|)
+    partial    of a rank: contributions times their weights, added in fp32: gamma_(K+2) sum_k |weight_k| (|y| + |dy|)
+    outbox     one rounding of each rank's partial to the combine format, c = 2^-8, 2^-11 or 2^-24
+    out        the partials added in fp32, gamma_R, and one last rounding c
+
+`bound` adds all of these up: no correct implementation exceeds it, whatever the data. Because it lets thousands of
+roundings conspire it is wide for long rows. `likely_bound` takes the roundings as independent with mean 0, so that they
+add up in squares, and allows 8 times the result (Hoeffding: exceeded with a chance below 2e-13 an element); that holds
+for data that looks random and not for, say, rows of equal values. It is never above `bound`, and narrow enough that one
+lost contribution of many shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_a2a.layout import Format, Shape, local_experts
+
+Experts = Callable[[int], tuple[Tensor, Tensor]]
+
+U = 2.0**-24
+BF16_U = 2.0**-8
+SILU_SLOPE = 1.1
+EXTRA_ROUNDINGS = 4  # the global scales of both operands, folded in before or after the sum
+CONFIDENCE = 8.0
+_ROUNDING = {torch.bfloat16: (2.0**-8, 2.0**-134), torch.float16: (2.0**-11, 2.0**-25), torch.float32: (U, 2.0**-150)}
+
+
+@dataclass(frozen=True)
+class MoEReference:
+    """The float64 result of a layer and per element how far from it an implementation may be; all [T, H]."""
+
+    out: Tensor
+    bound: Tensor  # worst case
+    likely_bound: Tensor  # independent roundings
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One expert applied to some rows: [rows, H] each."""
+
+    y: Tensor
+    error: Tensor  # worst case of |dy|
+    spread: Tensor  # of dy, roundings being independent
+
+
+def gamma(num_roundings: int) -> float:
+    """The relative error that this many fp32 roundings can add up to."""
+    return num_roundings * U / (1 - num_roundings * U)
+
+
+def rounding(combine: Format) -> tuple[float, float]:
+    """Largest relative error of one rounding to a combine format, and the largest absolute one near zero."""
+    return _ROUNDING[combine.columns[0].dtype]
+
+
+def reference_moe(
+    config: Shape, rows: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts, num_ranks: int
+) -> MoEReference:
+    """A MoE layer in float64, and the error bounds that the head of this module derives. Local; slow.
+
+    config        num_experts and combine are used
+    rows          [T, H], the values that travel, decoded (`decode_planes`)
+    topk_ids      int32 [T, K]; ids outside [0, num_experts) contribute nothing, equal ids one contribution each
+    topk_weights  fp32 [T, K]
+    experts       global expert -> (w13 [2I, H], gate rows first, w2 [H, I]), decoded (`ExpertWeights.decoded`)
+    num_ranks     over how many ranks the experts are spread: each rounds its partial sum
+
+    Returns `MoEReference`. A row with NaN gives NaN in `out` and in the bounds.
+    """
+    if rows.dim() != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != rows.shape[:1]:
+        raise ValueError(
+            f"rows {tuple(rows.shape)}, topk_ids {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)}: "
+            "must be [T, H], [T, K] and [T, K]"
+        )
+    values, weights = rows.double(), topk_weights.double()
+    relative, absolute = rounding(config.combine)
+    top_k = topk_ids.shape[1]
+    out, magnitude, error, variance = (torch.zeros_like(values) for _ in range(4))
+    asked = set(topk_ids.flatten().tolist())
+    for rank in range(num_ranks):
+        partial, partial_magnitude, partial_error = (torch.zeros_like(values) for _ in range(3))
+        for expert in local_experts(rank, config.num_experts, num_ranks):
+            if expert not in asked:
+                continue
+            chosen = topk_ids == expert
+            tokens = chosen.any(dim=1).nonzero().flatten()
+            weight = torch.where(chosen, weights, 0.0)[tokens]
+            product = _apply(values[tokens], *experts(expert))
+            times = weight.abs().sum(dim=1, keepdim=True)
+            partial.index_add_(0, tokens, weight.sum(dim=1, keepdim=True) * product.y)
+            partial_magnitude.index_add_(0, tokens, times * (product.y.abs() + product.error))
+            partial_error.index_add_(0, tokens, times * product.error)
+            variance.index_add_(0, tokens, (times * product.spread).square())
+        partial_error += gamma(top_k + 2) * partial_magnitude
+        variance += (top_k + 2) * (U * partial_magnitude).square()
+        variance += (relative * (partial.abs() + partial_error) + absolute * (partial_magnitude > 0)).square()
+        partial_error += relative * (partial.abs() + partial_error) + absolute
+        out += partial
+        magnitude += partial.abs() + partial_error
+        error += partial_error
+    error += gamma(num_ranks) * magnitude
+    variance += num_ranks * (U * magnitude).square()
+    likely = CONFIDENCE * variance.sqrt()
+    error, likely = (e + relative * (out.abs() + e) + absolute for e in (error, likely))
+    return MoEReference(out, error, torch.minimum(error, likely))
+
+
+def _apply(a: Tensor, w13: Tensor, w2: Tensor) -> _Product:
+    """An expert on rows a [n, H] float64, with the error of each element of the result."""
+    w13, w2 = w13.double(), w2.double()
+    hidden, intermediate = w13.shape[1], w2.shape[1]
+    gate, up = (a @ w13.T).chunk(2, dim=1)
+    sums = a.abs() @ w13.abs().T
+    m = torch.nn.functional.silu(gate) * up
+    error = _activation_error(gate, up, m, gamma(hidden + EXTRA_ROUNDINGS) * sums)
+    spread = _activation_error(gate, up, m, (math.sqrt(hidden) + EXTRA_ROUNDINGS) * U * sums)
+    magnitude = m.abs() @ w2.abs().T
+    y_error = error @ w2.abs().T
+    y_error += gamma(intermediate + EXTRA_ROUNDINGS) * (magnitude + y_error)
+    variance = spread.square() @ w2.square().T
+    variance += ((math.sqrt(intermediate) + EXTRA_ROUNDINGS) * U * (magnitude + y_error)).square()
+    return _Product(m @ w2.T, y_error, variance.sqrt())
+
+
+def _activation_error(gate: Tensor, up: Tensor, m: Tensor, product_error: Tensor) -> Tensor:
+    """The error of silu(gate) * up after its rounding to bf16, from the error of gate over up."""
+    gate_error, up_error = product_error.chunk(2, dim=1)
+    error = SILU_SLOPE * gate_error * (up.abs() + up_error) + torch.nn.functional.silu(gate).abs() * up_error
+    error = error + (8 + gate.abs() * torch.sigmoid(-gate)) * U * (m.abs() + error)
+    return error + BF16_U * (m.abs() + error) + 2.0**-134
