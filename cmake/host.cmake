@@ -1,5 +1,5 @@
 # The host library. A source file's LANGUAGE is one property for all targets, so the .cu files themselves stay CUDA's
-# and the host compiles stubs that include them.
+# and the host compiles stubs that include them. The .cpp files beside them are the host's alone.
 
 set(stubs "")
 foreach(kernel IN LISTS EP_A2A_KERNELS)
@@ -9,7 +9,8 @@ foreach(kernel IN LISTS EP_A2A_KERNELS)
   list(APPEND stubs "${stub}")
 endforeach()
 
-add_library(ep_a2a_objects OBJECT ${stubs})
+file(GLOB host_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cuda/*.cpp")
+add_library(ep_a2a_objects OBJECT ${stubs} ${host_sources})
 target_link_libraries(ep_a2a_objects PUBLIC ep_a2a_flags)
 
 add_library(ep_a2a_host SHARED $<TARGET_OBJECTS:ep_a2a_objects>)
