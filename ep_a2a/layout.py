@@ -314,3 +314,13 @@ _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for t
 def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
     """The schedule for a kind of world: the best one that the layout allows."""
     return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
+
+
+def copy_threads(row_bytes: int) -> int:
+    """Threads of a CTA that copies or sums rows of `row_bytes`: one for each 16 bytes, whole warps, at most 256."""
+    return min(256, round_up(-(-row_bytes // VECTOR_BYTES), WARP_LANES))
+
+
+def num_ctas(kind: Kind, num_items: int, num_sms: int | None) -> int:
+    """CTAs of a kernel whose CTAs walk over `num_items`; at least one, since the last one raises the flags."""
+    return max(1, min(num_items, num_sms if num_sms is not None else MAX_CTAS[kind]))

@@ -1,0 +1,129 @@
+"""The checks of what a caller passes, before anything is launched; every message prints what was found and wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ep_a2a import native
+from ep_a2a.config import Config
+from ep_a2a.layout import VECTOR_BYTES, Layout
+from ep_a2a.quant import encode_nvfp4
+
+Rows = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor that fills a plane, and the fp32 word behind each of its rows."""
+
+    rows: torch.Tensor
+    tail: torch.Tensor | None = None
+
+
+def check_tensor(
+    name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], device: torch.device
+) -> torch.Tensor:
+    """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`, whose letters fit any size.
+
+    Raises TypeError (not a tensor, dtype) or ValueError (shape, device, contiguity).
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
+    wanted = f"[{', '.join(map(str, shape))}]"
+    fits = len(shape) == tensor.dim() and all(isinstance(w, str) or w == n for w, n in zip(shape, tensor.shape))
+    if not fits:
+        raise ValueError(f"{name} is {list(tensor.shape)}, wanted {wanted}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, wanted {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tuple(tensor.stride())}: it must be contiguous ({name}.contiguous())")
+    return tensor
+
+
+class DispatchInputs:
+    """Checked inputs of a dispatch, rows encoded where they came in full precision; keeps every tensor alive."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        x: Rows,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+        extra: Sequence[torch.Tensor],
+    ) -> None:
+        self.topk_ids = check_tensor("topk_ids", topk_ids, (torch.int32,), ("T", config.top_k), device)
+        self.num_rows = topk_ids.shape[0]
+        if self.num_rows > config.max_tokens:
+            raise ValueError(f"{self.num_rows} tokens, but max_tokens={config.max_tokens}")
+        check_tensor("topk_weights", topk_weights, (torch.float32,), (self.num_rows, config.top_k), device)
+        if len(extra) != len(config.extra_planes):
+            raise ValueError(f"{len(extra)} extra tensors, but extra_planes={config.extra_planes}")
+        for i, (tensor, num_bytes) in enumerate(zip(extra, config.extra_planes)):
+            check_tensor(f"extra[{i}]", tensor, (torch.uint8,), (self.num_rows, num_bytes), device)
+        self.num_tokens = _check_count(num_tokens, device)
+        columns, scale = _payload(config, device, x, self.num_rows)
+        self.sources = [
+            *(Source(column) for column in columns),
+            Source(topk_ids, tail=scale),
+            Source(topk_weights),
+            *(Source(tensor) for tensor in extra),
+        ]
+
+    def fill(self, params: native.DispatchParams, layout: Layout) -> None:
+        """Put the addresses of the inputs into the parameters of a launch."""
+        params.num_rows = self.num_rows
+        params.topk_ids = self.topk_ids.data_ptr()
+        params.num_tokens = None if self.num_tokens is None else self.num_tokens.data_ptr()
+        for plane, source, slot in zip(layout.planes, self.sources, params.sources):
+            address = source.rows.data_ptr()
+            slot.rows = address
+            slot.num_bytes = plane.source_bytes
+            slot.align_bytes = _alignment(address | plane.source_bytes)
+            slot.tail = None if source.tail is None else source.tail.data_ptr()
+            slot.tail_stride = 0 if source.tail is None or source.tail.dim() == 0 else 1
+
+
+def _alignment(bits: int) -> int:
+    """The largest power of two up to 16 that divides a number."""
+    return (bits | VECTOR_BYTES) & -(bits | VECTOR_BYTES)
+
+
+def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    if num_tokens is None:
+        return None
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1:
+        return check_tensor("num_tokens", num_tokens, (torch.int32,), ("1",) * num_tokens.dim(), device)
+    found = list(num_tokens.shape) if isinstance(num_tokens, torch.Tensor) else type(num_tokens).__name__
+    raise TypeError(f"num_tokens must be an int32 tensor of one element on {device}, not {found}")
+
+
+def _payload(
+    config: Config, device: torch.device, x: Rows, num_rows: int
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """The payload's columns, and the global scale of its rows if the format has one."""
+    if isinstance(x, torch.Tensor):
+        check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device)
+        if not config.payload.row_scale:
+            return (x.to(config.payload.columns[0].dtype),), None
+        packed, scales, global_scale = encode_nvfp4(x)
+        return (packed, scales), global_scale
+    if not config.payload.row_scale:
+        raise TypeError(f"x is a {type(x).__name__}: {config.payload} rows are one tensor")
+    if not isinstance(x, tuple) or len(x) not in (2, 3):
+        raise TypeError("x must be a tensor, (packed, scales) or (packed, scales, global_scale)")
+    columns = []
+    for tensor, column in zip(x, config.payload.columns):
+        shape = (num_rows, config.hidden // column.hidden_per_element)
+        columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), shape, device))
+    given = x[2] if len(x) == 3 else torch.ones((), dtype=torch.float32, device=device)
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dim() == 1 and num_rows != 1:
+        given = given[0]
+    shape = () if isinstance(given, torch.Tensor) and given.dim() == 0 else (num_rows,)
+    return tuple(columns), check_tensor("x: global_scale", given, (torch.float32,), shape, device)

@@ -1,0 +1,192 @@
+"""One channel of one rank: its state on the host, its parameter structs, and the launches of a round."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_a2a import layout as _layout
+from ep_a2a import native
+from ep_a2a.errors import RoundError, StickyError
+from ep_a2a.quant import stream_of
+from ep_a2a.received import Handle, outbox_view, received_views
+
+if TYPE_CHECKING:
+    from ep_a2a.api import A2A
+    from ep_a2a.arguments import DispatchInputs
+    from ep_a2a.symm import SymmetricMemory
+
+
+class Stage(enum.Enum):
+    """How far the host has brought the channel's round."""
+
+    CLOSED = "closed"
+    SENT = "dispatched and not waited for"
+    OPEN = "open"
+    ENDING = "ended and not waited for"
+
+
+class Channel:
+    """The host's side of a channel; `a2a` holds one for each of `config.channels`."""
+
+    def __init__(self, a2a: A2A, index: int, memory: SymmetricMemory) -> None:
+        layout, config = a2a.layout, a2a.config
+        self.index = index
+        self.stage = Stage.CLOSED
+        self.handle: Handle | None = None
+        self._a2a = a2a
+        self._library = a2a.library
+        self._num_rounds = 0
+        self._error: StickyError | None = None
+        self._inputs: DispatchInputs | None = None
+        start = index * layout.channel_bytes
+        region = memory.region[start : start + layout.channel_bytes]
+        self._peers = torch.tensor([base + start for base in memory.peer_bases], dtype=torch.int64)
+        self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8)
+        self._records = torch.zeros(ctypes.sizeof(native.Status) + ctypes.sizeof(native.InputRecord), dtype=torch.uint8)
+        self._status = native.Status.from_address(self._records.data_ptr())
+        self._input = native.InputRecord.from_address(self._records.data_ptr() + ctypes.sizeof(native.Status))
+        self.received = received_views(a2a, layout, config.payload, config.hidden, config.top_k, region, self._state)
+        self.outbox = outbox_view(layout, config.combine, config.hidden, region)
+        self._start_state()
+        self._make_params()
+
+    def _start_state(self) -> None:
+        config, state = self._a2a.config, native.ChannelState()
+        state.bad_routing = native.NO_BAD_ROUTING
+        state.timeout_ns = int(config.timeout_s * 1e9)
+        state.first_timeout_ns = int(config.first_timeout_s * 1e9)
+        self._state[: ctypes.sizeof(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def _make_params(self) -> None:
+        a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
+        shared = native.Channel(
+            peers=self._peers.data_ptr(),
+            state=self._state.data_ptr(),
+            status=ctypes.addressof(self._status),
+            input=ctypes.addressof(self._input),
+            rank=a2a.rank,
+            num_ranks=a2a.num_ranks,
+            max_tokens=layout.max_tokens,
+            bitmap_words=layout.bitmap_words,
+            mask_words=layout.mask_words,
+            dispatch_flags_offset=layout.dispatch_flags_offset,
+            end_flags_offset=layout.end_flags_offset,
+            abort_words_offset=layout.abort_words_offset,
+            bitmap_offset=layout.bitmap_offset,
+            source_counts_offset=layout.source_counts_offset,
+            masks_offset=layout.masks_offset,
+        )
+
+        def params(struct: type[ctypes.Structure], **fields: Any) -> Any:
+            return native.with_size(struct(channel=shared, **fields))
+
+        self._dispatch = params(
+            native.DispatchParams, num_planes=len(layout.planes), top_k=config.top_k, num_experts=config.num_experts
+        )
+        for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
+            slot.offset, slot.row_bytes = offset, plane.row_bytes
+        self._wait = {
+            phase: params(native.WaitParams, phase=phase)
+            for phase in (native.PHASE_DISPATCH, native.PHASE_COMBINE, native.PHASE_RELEASE)
+        }
+        self._outbox_params = params(
+            native.OutboxParams,
+            num_threads=_layout.copy_threads(layout.outbox_row_bytes),
+            hidden=config.hidden,
+            number=native.NUMBER[self.outbox.dtype],
+            outbox_offset=layout.outbox_offset,
+            outbox_row_bytes=layout.outbox_row_bytes,
+        )
+
+    def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
+        """Use the phased schedule by this split, or the general one."""
+        self._dispatch.phased = int(split is not None)
+        self._dispatch.num_threads = split.num_threads if split else _layout.GENERAL_THREADS
+        if split:
+            for lanes, slot in zip(split.lanes, self._dispatch.planes):
+                slot.first_thread, slot.num_threads = lanes.first_thread, lanes.num_threads
+
+    # ---- what went wrong ----
+
+    def error(self) -> StickyError | None:
+        """Why this channel has ended for ever; None while it is healthy."""
+        if self._error is None and self._status.failure:
+            self._error = native.sticky_error(self._a2a.rank, self._status)
+        return self._error
+
+    def raise_input_error(self) -> None:
+        """Raise and clear what a kernel had to correct in the inputs of an earlier round."""
+        if error := native.take_input_error(self._a2a.rank, self._input):
+            raise error
+
+    def raise_if_known(self) -> None:
+        """Raise the end of the channel as soon as the host can know: on a CPU a launch has run when it returns."""
+        if not self._state.is_cuda and (error := self.error()):
+            raise error
+
+    def expect_closed(self) -> None:
+        """Raise RoundError if a round is under way."""
+        if self.stage is not Stage.CLOSED:
+            raise RoundError(
+                f"channel {self.index} has a round (number {self._num_rounds - 1}) that is {self.stage.value}: "
+                f"combine or release it first, or use another of the {self._a2a.config.channels} channels"
+            )
+
+    def expect_open(self, handle: Handle) -> None:
+        """Raise RoundError unless `handle` is the channel's open round."""
+        if self.handle is not handle:
+            raise RoundError(
+                f"this handle is of round {handle.round} of channel {self.index}, which has ended; "
+                f"{self._num_rounds} rounds were dispatched"
+            )
+        if self.stage is not Stage.OPEN:
+            raise RoundError(f"round {handle.round} of channel {self.index} is {self.stage.value}")
+
+    # ---- the launches of a round ----
+
+    def _num_ctas(self, num_items: int) -> int:
+        return _layout.num_ctas(self._a2a._kind, num_items, self._a2a.config.num_sms)
+
+    def _stream(self) -> int:
+        return stream_of(self._state)
+
+    def send(self, inputs: DispatchInputs) -> Handle:
+        """Send the rows of a new round."""
+        inputs.fill(self._dispatch, self._a2a.layout)
+        self._dispatch.num_ctas = self._num_ctas(inputs.num_rows)
+        self._library.dispatch_send(self._dispatch, self._stream())
+        self._inputs = inputs
+        self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
+        self._num_rounds += 1
+        self.stage = Stage.SENT
+        return self.handle
+
+    def wait(self, phase: int, then: Stage) -> None:
+        """Wait for all peers' flags of a phase."""
+        self._library.wait(self._wait[phase], self._stream())
+        self.stage = then
+        self._inputs = None
+        if phase != native.PHASE_COMBINE:  # a combine has yet to write its NaN rows
+            self.raise_if_known()
+
+    def stage_rows(self, rows: torch.Tensor) -> None:
+        """Copy the valid ones of `rows` into the outbox."""
+        self._outbox_params.rows = rows.data_ptr()
+        self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
+        self._library.outbox_stage(self._outbox_params, self._stream())
+
+    def signal_end(self, phase: int) -> None:
+        """Tell the peers that this rank has ended the round."""
+        self._library.end_signal(self._wait[phase], self._stream())
+        self.stage = Stage.ENDING
+
+    def pull(self, out: torch.Tensor) -> None:
+        """Add up the peers' rows into `out`."""
+        self._outbox_params.out = out.data_ptr()
+        self._outbox_params.num_rows = out.shape[0]
+        self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
+        self._library.combine_pull(self._outbox_params, self._stream())

@@ -1,0 +1,337 @@
+"""The compiled library: loading it, the mirror of `cuda/abi.h`, and what a status record says in words.
+
+Libraries are looked for in `EP_A2A_LIBRARY_DIR`, then beside this file (an installed package), then in `build/lib` of
+a checkout. `python -m ep_a2a.native` prints which one would be loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import c_char_p, c_float, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_a2a.errors import (
+    ChannelMisuse,
+    EpError,
+    InvalidCount,
+    InvalidRouting,
+    PeerTimeout,
+    RoundMismatch,
+    StickyError,
+)
+from ep_a2a.layout import MAX_PLANES
+
+PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
+_PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
+_PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH = 1, 2, 3
+_INVALID_ROUTING = 1
+NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+NO_BAD_ROUTING = 2**64 - 1
+
+# ---- the mirror of abi.h: what each field means stands there -----------------------------------------------------
+
+
+class ChannelState(ctypes.Structure):
+    _fields_ = [
+        ("half_rounds", c_uint64),
+        ("sticky", c_uint64),
+        ("bad_routing", c_uint64),
+        ("timeout_ns", c_uint64),
+        ("first_timeout_ns", c_uint64),
+        ("send_counter", c_uint32),
+        ("pull_counter", c_uint32),
+        ("num_tokens", c_int32),
+        ("reserved", c_uint8 * 76),
+    ]
+
+
+class Status(ctypes.Structure):
+    _fields_ = [
+        ("failure", c_uint32),
+        ("phase", c_uint32),
+        ("culprit", c_uint32),
+        ("late_in", c_uint32),
+        ("reported_by", c_uint32),
+        ("reserved", c_uint32),
+        ("epoch_wanted", c_uint64),
+        ("epoch_seen", c_uint64),
+        ("waited_ns", c_uint64),
+    ]
+
+
+class InputRecord(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_uint32),
+        ("token", c_int32),
+        ("position", c_int32),
+        ("value", c_int32),
+        ("limit", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Channel(ctypes.Structure):
+    _fields_ = [
+        ("peers", c_void_p),
+        ("state", c_void_p),
+        ("status", c_void_p),
+        ("input", c_void_p),
+        ("rank", c_uint32),
+        ("num_ranks", c_uint32),
+        ("max_tokens", c_uint32),
+        ("bitmap_words", c_uint32),
+        ("mask_words", c_uint32),
+        ("reserved", c_uint32),
+        ("dispatch_flags_offset", c_uint64),
+        ("end_flags_offset", c_uint64),
+        ("abort_words_offset", c_uint64),
+        ("bitmap_offset", c_uint64),
+        ("source_counts_offset", c_uint64),
+        ("masks_offset", c_uint64),
+    ]
+
+
+class Plane(ctypes.Structure):
+    _fields_ = [
+        ("offset", c_uint64),
+        ("row_bytes", c_uint32),
+        ("first_thread", c_uint32),
+        ("num_threads", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class RowSource(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("tail", c_void_p),
+        ("num_bytes", c_uint32),
+        ("align_bytes", c_uint32),
+        ("tail_stride", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class DispatchParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("num_planes", c_uint32),
+        ("num_rows", c_uint32),
+        ("top_k", c_uint32),
+        ("num_experts", c_uint32),
+        ("phased", c_uint32),
+        ("num_ctas", c_uint32),
+        ("num_threads", c_uint32),
+        ("topk_ids", c_void_p),
+        ("num_tokens", c_void_p),
+        ("channel", Channel),
+        ("planes", Plane * MAX_PLANES),
+        ("sources", RowSource * MAX_PLANES),
+    ]
+
+
+class WaitParams(ctypes.Structure):
+    _fields_ = [("struct_bytes", c_uint32), ("phase", c_uint32), ("channel", Channel)]
+
+
+class OutboxParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("num_ctas", c_uint32),
+        ("num_threads", c_uint32),
+        ("hidden", c_uint32),
+        ("number", c_uint32),
+        ("num_rows", c_uint32),
+        ("outbox_offset", c_uint64),
+        ("outbox_row_bytes", c_uint32),
+        ("reserved", c_uint32),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("channel", Channel),
+    ]
+
+
+class Nvfp4Params(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("number", c_uint32),
+        ("num_rows", c_uint32),
+        ("hidden", c_uint32),
+        ("given_scale", c_uint32),
+        ("scale_stride", c_uint32),
+        ("values", c_void_p),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+        ("global_scale", c_void_p),
+    ]
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    ChannelState,
+    Status,
+    InputRecord,
+    Channel,
+    Plane,
+    RowSource,
+    DispatchParams,
+    WaitParams,
+    OutboxParams,
+    Nvfp4Params,
+)
+_LAUNCHERS = (
+    "ep_a2a_dispatch_send",
+    "ep_a2a_wait",
+    "ep_a2a_end_signal",
+    "ep_a2a_outbox_stage",
+    "ep_a2a_combine_pull",
+    "ep_a2a_nvfp4_encode",
+    "ep_a2a_nvfp4_decode",
+)
+
+
+def mirrored_abi() -> dict[str, int]:
+    """Size of every struct and offset of every field as Python has them, by the names that the library prints."""
+    found: dict[str, int] = {}
+    for struct in STRUCTS:
+        found[struct.__name__] = ctypes.sizeof(struct)
+        for name, *_ in struct._fields_:
+            found[f"{struct.__name__}.{name}"] = getattr(struct, name).offset
+    return found
+
+
+def with_size(params: ctypes.Structure) -> Any:
+    """`params` with its `struct_bytes` set."""
+    params.struct_bytes = ctypes.sizeof(params)  # type: ignore[attr-defined]
+    return params
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def library_path(kind: str) -> Path:
+    """Where the `host` or `cuda` library is. Raises EpError listing the folders that were searched."""
+    name = f"libep_a2a_{kind}.so"
+    here = Path(__file__).resolve().parent
+    given = os.environ.get("EP_A2A_LIBRARY_DIR")
+    folders = [Path(given)] if given else [here / "lib", here.parent / "build" / "lib"]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    how = "bash launch/demo.sh builds it in a checkout" if kind == "host" else "it needs nvcc, see README.md"
+    raise EpError(f"{name} is in none of {', '.join(map(str, folders))}: {how}")
+
+
+class Library:
+    """The launchers of one compiled library, as Python calls: `library.wait(params, stream)`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._dll = ctypes.CDLL(str(path))
+        self._dll.ep_a2a_abi.restype = c_char_p
+        self._dll.ep_a2a_error_text.restype = c_char_p
+        self._check_abi()
+        for name in _LAUNCHERS:
+            setattr(self, name.removeprefix("ep_a2a_"), self._launcher(name))
+
+    dispatch_send: Callable[[DispatchParams, int], None]
+    wait: Callable[[WaitParams, int], None]
+    end_signal: Callable[[WaitParams, int], None]
+    outbox_stage: Callable[[OutboxParams, int], None]
+    combine_pull: Callable[[OutboxParams, int], None]
+    nvfp4_encode: Callable[[Nvfp4Params, int], None]
+    nvfp4_decode: Callable[[Nvfp4Params, int], None]
+
+    def abi(self) -> dict[str, int]:
+        """Size of every struct and offset of every field, as compiled."""
+        lines = self._dll.ep_a2a_abi().decode().splitlines()
+        return {name: int(value) for name, value in (line.split(" ") for line in lines)}
+
+    def set_delays(self, seed: int, permille: int, max_us: int) -> None:
+        """Host library: delay `permille` of all flag accesses by up to `max_us`; 0 turns it off. For tests."""
+        self._dll.ep_a2a_host_delays(c_uint64(seed), c_uint32(permille), c_uint32(max_us))
+
+    def _launcher(self, name: str) -> Callable[[ctypes.Structure, int], None]:
+        entry = getattr(self._dll, name)
+        entry.restype = c_int
+        entry.argtypes = [c_void_p, c_void_p]
+        reference = ctypes.byref
+
+        def call(params: ctypes.Structure, stream: int) -> None:
+            error = entry(reference(params), stream)
+            if error:
+                raise EpError(f"{name}: {self._dll.ep_a2a_error_text(error).decode()} (error {error})")
+
+        return call
+
+    def _check_abi(self) -> None:
+        compiled, mirrored = self.abi(), mirrored_abi()
+        wrong = sorted(k for k in compiled.keys() | mirrored.keys() if compiled.get(k) != mirrored.get(k))
+        if wrong:
+            shown = ", ".join(f"{k}: {compiled.get(k)} compiled, {mirrored.get(k)} in Python" for k in wrong[:4])
+            raise EpError(f"{self.path} was built from other sources than this package ({shown}): build it again")
+
+
+@lru_cache(maxsize=None)
+def load(kind: str) -> Library:
+    """The `host` or the `cuda` library, loaded once per process. Raises EpError where there is none that fits."""
+    return Library(library_path(kind))
+
+
+# ---- records as exceptions ---------------------------------------------------------------------------------------
+
+
+def sticky_error(rank: int, status: Status) -> StickyError | None:
+    """The exception that a status record stands for; None while the channel is healthy."""
+    if status.failure == 0:
+        return None
+    doing, late_in = _PHASE[status.phase], _PHASE[status.late_in]
+    me = f"rank {rank}, {doing}"
+    told = "" if status.reported_by == rank else f", reported by rank {status.reported_by}"
+    if status.failure == _CHANNEL_MISUSE:
+        who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
+        state = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
+        return ChannelMisuse(f"{me}: {who} {state} at epoch {status.epoch_wanted}{told}")
+    if status.failure == _ROUND_MISMATCH:
+        if told:
+            return RoundMismatch(f"{me}: peer {status.culprit} was in {late_in} at epoch {status.epoch_wanted}{told}")
+        return RoundMismatch(f"{me}: peer {status.culprit} ended epoch {status.epoch_wanted} by {late_in}")
+    if status.culprit == rank:
+        return PeerTimeout(f"{me}: the peers gave up on this rank, late in {late_in} at epoch {status.epoch_wanted}{told}")
+    if told:
+        return PeerTimeout(f"{me}: peer {status.culprit} was late in {late_in} at epoch {status.epoch_wanted}{told}")
+    return PeerTimeout(
+        f"{me}: peer {status.culprit} at epoch {status.epoch_seen}, wanted {status.epoch_wanted}, "
+        f"after {status.waited_ns / 1e9:.1f} s"
+    )
+
+
+def take_input_error(rank: int, record: InputRecord) -> EpError | None:
+    """The exception that an input record stands for, and the record cleared; None if there is none."""
+    if record.kind == 0:
+        return None
+    error: EpError
+    if record.kind == _INVALID_ROUTING:
+        error = InvalidRouting(
+            f"rank {rank}: token {record.token}, position {record.position}: expert {record.value} is not in "
+            f"[-1, {record.limit}); it was not routed there, everything else was delivered"
+        )
+    else:
+        error = InvalidCount(
+            f"rank {rank}: num_tokens={record.value} on the device is not in [0, {record.limit}]; it was clamped"
+        )
+    record.kind = 0
+    return error
+
+
+if __name__ == "__main__":
+    for _kind in ("host", "cuda"):
+        try:
+            print(f"{_kind}: {load(_kind).path}")
+        except EpError as _error:
+            print(f"{_kind}: {_error}")

@@ -1,0 +1,114 @@
+"""What a dispatch gives back: views of the receive memory, and the handle that ends the round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_a2a.layout import Format, Layout
+
+if TYPE_CHECKING:
+    from ep_a2a.api import A2A
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A round that was dispatched; `combine` or `release` takes it once."""
+
+    a2a: A2A
+    channel: int
+    round: int  # rounds that this object had opened on the channel before
+    num_rows: int  # T of the dispatch
+
+
+@dataclass(frozen=True)
+class Received:
+    """The rows that this rank received in a round, as views: [source rank, max_tokens, ...].
+
+    A token's row has the index that it has at its source; `valid` says which rows hold one. The views are this rank's
+    to read from the end of the dispatch wait to its combine or release call; afterwards they hold other rounds' rows.
+    They keep the memory, not the round.
+
+    rows          NVFP4: packed uint8 [R, max_tokens, H/2], low nibble first; BF16: bf16 [R, max_tokens, H]
+    scales        NVFP4: float8_e4m3fn [R, max_tokens, H/16]; else None
+    global_scale  NVFP4: fp32 [R, max_tokens]; else None
+    ids           int32 [R, max_tokens, K], global experts as the source gave them, other ranks' too
+    weights       fp32 [R, max_tokens, K]
+    extra         uint8 [R, max_tokens, bytes] for each extra plane
+    num_tokens    int32 [R]: tokens that each source had this round (not: sent here); 0 after an aborted dispatch
+    """
+
+    payload: Format
+    hidden: int
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    extra: tuple[torch.Tensor, ...]
+    num_tokens: torch.Tensor
+    _bitmap: torch.Tensor = field(repr=False)
+    _a2a: A2A = field(repr=False)  # keeps the memory of the views
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """bool [R, max_tokens]: True where a source sent a row this round. Local; current stream; allocates."""
+        max_tokens = self.rows.shape[1]
+        token = torch.arange(max_tokens, device=self.rows.device)
+        bits = self._bitmap[:, token // 32] >> (token % 32)
+        return (bits & 1).bool() & (token < self.num_tokens[:, None])
+
+
+def strided(memory: torch.Tensor, dtype: torch.dtype, offset: int, *dims: tuple[int, int]) -> torch.Tensor:
+    """A view of uint8 `memory` at byte `offset`, with `dims` as (size, stride in bytes)."""
+    itemsize = dtype.itemsize
+    end = offset + itemsize + sum((size - 1) * stride for size, stride in dims)
+    aligned_end = end + -end % itemsize
+    if end > memory.numel():
+        raise AssertionError(f"a view up to byte {end} of {memory.numel()}")
+    base = memory[: min(aligned_end, memory.numel()) // itemsize * itemsize].view(dtype)
+    return base.as_strided([s for s, _ in dims], [st // itemsize for _, st in dims], offset // itemsize)
+
+
+def received_views(
+    a2a: A2A, layout: Layout, payload: Format, hidden: int, top_k: int, memory: torch.Tensor, state: torch.Tensor
+) -> Received:
+    """The views of one channel: `memory` is this rank's part of the region for it, `state` its private state."""
+    ranks, tokens = layout.num_ranks, layout.max_tokens
+
+    def plane(index: int, columns: int) -> torch.Tensor:
+        spec = layout.planes[index]
+        rows = (ranks, tokens * spec.row_bytes), (tokens, spec.row_bytes)
+        return strided(memory, spec.dtype, layout.plane_offsets[index], *rows, (columns, spec.dtype.itemsize))
+
+    names = [spec.name for spec in layout.planes]
+    by_name = {name: plane(i, layout.planes[i].source_bytes // layout.planes[i].dtype.itemsize)
+               for i, name in enumerate(names)}  # fmt: skip
+    global_scale = None
+    if payload.row_scale:
+        spec, offset = layout.planes[names.index("ids")], layout.plane_offsets[names.index("ids")]
+        rows = (ranks, tokens * spec.row_bytes), (tokens, spec.row_bytes)
+        global_scale = strided(memory, torch.float32, offset + spec.source_bytes, *rows)
+    return Received(
+        payload=payload,
+        hidden=hidden,
+        rows=by_name["rows"],
+        scales=by_name.get("scales"),
+        global_scale=global_scale,
+        ids=by_name["ids"],
+        weights=by_name["weights"],
+        extra=tuple(view for name, view in by_name.items() if name.startswith("extra")),
+        num_tokens=strided(state, torch.int32, layout.source_counts_offset, (ranks, 4)),
+        _bitmap=strided(memory, torch.int32, layout.bitmap_offset, (ranks, 4 * layout.bitmap_words),
+                        (layout.bitmap_words, 4)),  # fmt: skip
+        _a2a=a2a,
+    )
+
+
+def outbox_view(layout: Layout, combine: Format, hidden: int, memory: torch.Tensor) -> torch.Tensor:
+    """The outbox of one channel, [source rank, max_tokens, H]."""
+    dtype, row_bytes = combine.columns[0].dtype, layout.outbox_row_bytes
+    rows = (layout.num_ranks, layout.max_tokens * row_bytes), (layout.max_tokens, row_bytes)
+    return strided(memory, dtype, layout.outbox_offset, *rows, (hidden, dtype.itemsize))
