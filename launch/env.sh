@@ -41,7 +41,8 @@ choose_python() {
     python=$(command -v python3)
     site_deps=$root/build/site-deps
     own_path=${PYTHONPATH:-}
-    export PATH="$site_deps/bin:$PATH" PYTHONPATH="$root/build/site:$site_deps${PYTHONPATH:+:$PYTHONPATH}"
+    export PATH="$site_deps/bin:$site_deps/local/bin:$PATH"
+    use_site_deps
     "$python" -m pip --version >/dev/null 2>&1 || die "python3 has no pip: install it (Debian: apt-get install python3-pip)"
     return
   fi
@@ -56,6 +57,19 @@ choose_python() {
       die "python3 cannot make virtual environments: install venv (Debian: apt-get install python3-venv)"
     fi
   fi
+}
+
+# Puts build/site and build/site-deps on PYTHONPATH. In the second, pip follows the layout of the Python it serves.
+use_site_deps() {
+  local folder version
+  version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+  export PYTHONPATH="$root/build/site${own_path:+:$own_path}"
+  for folder in "$site_deps"/{,local/}lib/"$version"/{site,dist}-packages; do
+    [[ ! -d $folder ]] || PYTHONPATH+=":$folder"
+  done
+  for folder in "$site_deps"/{,local/}lib; do # mpi4py looks beside the Python alone
+    [[ ! -f $folder/libmpi.so.12 ]] || export MPI4PY_LIBMPI="$folder/libmpi.so.12"
+  done
 }
 
 # Prints the requirements of the named groups that are not met, one a line. "." stands for the dependencies.
@@ -98,7 +112,7 @@ install_packages() {
   if [[ -n $site_deps && -f $site_deps/groups ]]; then
     mapfile -t -O "${#groups[@]}" groups <"$site_deps/groups" # what another script asked for stays
   fi
-  if [[ ! -d $site_deps/mpi4py ]] && has_mpi; then
+  if [[ ${MPI4PY_LIBMPI:-} != "$site_deps/"* ]] && has_mpi; then
     for group in "${!groups[@]}"; do [[ ${groups[group]} != mpi ]] || unset "groups[group]"; done
   fi
   missing=$(missing_packages "${groups[@]}") || die "could not compare packages with pyproject.toml"
@@ -114,7 +128,8 @@ install_packages() {
   fi
 }
 
-# All that python3 lacks, in one call and a new folder: pip cannot add to a --target that has a bin/ already.
+# All that python3 lacks, in one call and a new folder, so that no older version stays beside a newer one. A --prefix,
+# because MPI's libraries lie outside of site-packages; nothing that python3 has is touched.
 install_beside() {
   local plan=$root/build/plan.json new=$site_deps.new text lacking names
   text=$(PYTHONPATH=$own_path missing_packages "$@") || return 1
@@ -126,11 +141,12 @@ for item in json.load(open(sys.argv[1]))["install"]:
     print(item["metadata"]["name"] + "==" + item["metadata"]["version"])' "$plan") || return 1
   mapfile -t names <<<"$text"
   rm -rf "$new"
-  PIP_USER=0 PYTHONPATH=$own_path "$python" -m pip install --quiet --retries 1 --no-deps --target "$new" "${names[@]}" ||
-    return 1
+  PIP_USER=0 PYTHONPATH=$own_path "$python" -m pip install --quiet --retries 1 --no-deps --ignore-installed \
+    --no-warn-script-location --prefix "$new" "${names[@]}" || return 1
   printf '%s\n' "$@" | LC_ALL=C sort -u >"$new/groups"
   rm -rf "$site_deps"
   mv "$new" "$site_deps"
+  use_site_deps
 }
 
 gpu_visible() {
