@@ -205,18 +205,21 @@ class MpiGroup(Group):
             return [payload]
         deadline = Deadline(timeout_s)
         self._calls += 1
-        if self._own is None:
-            self._exchange(self._comm, b"", what, deadline)
-            self._own = self._comm.Idup()
+        if self._own is None or not self._own[1].Test():
+            # show up, in every call until there is a duplicate: whoever has one knows that all began to make it
+            self._exchange(self._comm, b"", what, deadline, self._own and self._own[1])
+            self._own = self._own or self._comm.Idup()
         duplicate, request = self._own
         while not request.Test():
             if not deadline.nap():
                 raise RendezvousTimeout(
-                    f"rank {self.rank}, {what}: no duplicate of {self.name} after {timeout_s:.1f} s"
+                    f"rank {self.rank}, {what}: a rank left while {self.name} was being duplicated, no word from it "
+                    f"after {timeout_s:.1f} s"
                 )
         return self._exchange(duplicate, payload, what, deadline)
 
-    def _exchange(self, comm: Any, payload: bytes, what: str, deadline: Deadline) -> list[bytes]:
+    def _exchange(self, comm: Any, payload: bytes, what: str, deadline: Deadline, instead: Any = None) -> list[bytes]:
+        """Payloads by rank; or what there is of them as soon as the request `instead` is complete."""
         byte, tag, status = self._mpi.BYTE, self._calls % _MPI_TAGS, self._mpi.Status()
         peers = [r for r in range(self.size) if r != self.rank]
         sends = {r: comm.Isend([payload, byte], r, tag) for r in peers}
@@ -229,11 +232,13 @@ class MpiGroup(Group):
             missing = [r for r in peers if r not in receives or not receives[r][1].Test()]
             missing = missing or [r for r in peers if not sends[r].Test()]
             if not missing:
-                break
-            if not deadline.nap(longest_s=0.002):
+                return [payload if r == self.rank else bytes(receives[r][0]) for r in range(self.size)]
+            enough = instead is not None and instead.Test()
+            if enough or not deadline.nap(longest_s=0.002):
                 self._unfinished += [*sends.values(), *(request for _, request in receives.values())]
+                if enough:
+                    return []
                 raise no_word(self.rank, what, missing, deadline.seconds())
-        return [payload if r == self.rank else bytes(receives[r][0]) for r in range(self.size)]
 
 
 _mpi_keyval: list[int] = []
