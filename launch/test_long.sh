@@ -14,7 +14,10 @@ if setarch "$(uname -m)" -R true 2>/dev/null; then fixed_addresses=(setarch "$(u
 export TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1" ASAN_OPTIONS="detect_leaks=1 strict_string_checks=1"
 
 native=()
-for source in tests/native/*.cpp; do native+=("$(basename "$source" .cpp)"); done
+for source in tests/native/*.cpp; do
+  [[ -f $source ]] || die "no native test in tests/native"
+  native+=("$(basename "$source" .cpp)")
+done
 
 for sanitizer in thread address; do
   build_native "$sanitizer" "-DEP_A2A_SANITIZE=$sanitizer"
