@@ -184,7 +184,9 @@ def show(rows: list[dict[str, Any]], gbps: float) -> None:
     from rich.table import Table
 
     first = rows[0]
-    title = f"{first['ranks']} ranks ({first['world']}), hidden {first['hidden']}, top-{first['top_k']}, {first['payload']}"
+    title = (
+        f"{first['ranks']} ranks ({first['world']}), hidden {first['hidden']}, top-{first['top_k']}, {first['payload']}"
+    )
     table = Table(title=f"{title}; copy {gbps:.1f} GB/s")
     for heading in ("op", "schedule", "routing", "tokens", "us", "min", "max", "MB", "GB/s", "floor us"):
         table.add_column(heading, justify="left" if heading in ("op", "schedule", "routing") else "right")

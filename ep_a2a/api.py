@@ -75,9 +75,7 @@ class A2A:
         self.library = native.load("host")
         self._closed = False
         self._kind: _layout.Kind = "cpu"
-        self._split = _layout.phased_split(
-            config.payload, config.hidden, config.top_k, group.size, config.extra_planes
-        )
+        self._split = _layout.phased_split(config.payload, config.hidden, config.top_k, group.size, config.extra_planes)
         timeout_s = config.first_timeout_s
         _agree(config, group, timeout_s)
         self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s)
@@ -93,11 +91,12 @@ class A2A:
     def schedule(self, schedule: _layout.Schedule) -> None:
         if schedule not in ("general", "phased"):
             raise ValueError(f"schedule={schedule!r}: must be 'general' or 'phased'")
-        if schedule == "phased" and isinstance(self._split, _layout.NoSplit):
-            raise ValueError(f"there is no phased schedule: {self._split.reason}")
+        split = self._split if schedule == "phased" else None
+        if isinstance(split, _layout.NoSplit):
+            raise ValueError(f"there is no phased schedule: {split.reason}")
         self._schedule = schedule
         for channel in self._channels:
-            channel.set_schedule(self._split if schedule == "phased" else None)
+            channel.set_schedule(split)
 
     def outbox(self, channel: int = 0) -> torch.Tensor:
         """Where results of received rows go, [num_ranks, max_tokens, H] in `config.combine`'s dtype, as a view.
@@ -164,7 +163,8 @@ class A2A:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"channel must be an int, not {type(index).__name__}")
         if not 0 <= index < len(self._channels):
-            raise ValueError(f"channel={index}: config.channels={len(self._channels)}, legal 0 to {len(self._channels) - 1}")
+            last = len(self._channels) - 1
+            raise ValueError(f"channel={index}: config.channels={last + 1}, legal are 0 to {last}")
         return self._channels[index]
 
     def _channel_of(self, handle: Handle) -> Channel:
@@ -364,5 +364,3 @@ def _begun(handle: Handle, stage: Stage, what: str) -> Channel:
 def _check_vectors(name: str, tensor: torch.Tensor) -> None:
     if tensor.data_ptr() % _layout.VECTOR_BYTES:
         raise ValueError(f"{name} starts at {tensor.data_ptr():#x}: it must start at a multiple of 16 bytes")
-
-

@@ -120,8 +120,8 @@ def _payload(
         raise TypeError("x must be a tensor, (packed, scales) or (packed, scales, global_scale)")
     columns = []
     for tensor, column in zip(x, config.payload.columns):
-        shape = (num_rows, config.hidden // column.hidden_per_element)
-        columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), shape, device))
+        width = config.hidden // column.hidden_per_element
+        columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), (num_rows, width), device))
     given = x[2] if len(x) == 3 else torch.ones((), dtype=torch.float32, device=device)
     if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dim() == 1 and num_rows != 1:
         given = given[0]

@@ -49,7 +49,7 @@ class Channel:
         self._records = torch.zeros(ctypes.sizeof(native.Status) + ctypes.sizeof(native.InputRecord), dtype=torch.uint8)
         self._status = native.Status.from_address(self._records.data_ptr())
         self._input = native.InputRecord.from_address(self._records.data_ptr() + ctypes.sizeof(native.Status))
-        self.received = received_views(a2a, layout, config.payload, config.hidden, config.top_k, region, self._state)
+        self.received = received_views(a2a, layout, config.payload, config.hidden, region, self._state)
         self.outbox = outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
         self._make_params()
@@ -106,9 +106,8 @@ class Channel:
         """Use the phased schedule by this split, or the general one."""
         self._dispatch.phased = int(split is not None)
         self._dispatch.num_threads = split.num_threads if split else _layout.GENERAL_THREADS
-        if split:
-            for lanes, slot in zip(split.lanes, self._dispatch.planes):
-                slot.first_thread, slot.num_threads = lanes.first_thread, lanes.num_threads
+        for lanes, slot in zip(split.lanes if split else (), self._dispatch.planes):
+            slot.first_thread, slot.num_threads = lanes.first_thread, lanes.num_threads
 
     # ---- what went wrong ----
 

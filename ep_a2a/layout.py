@@ -132,8 +132,7 @@ def planes(payload: Format, hidden: int, top_k: int, extra_planes: Sequence[int]
     found.append(Plane("ids", torch.int32, 4 * top_k, 4 * payload.row_scale, carries_payload=False))
     found.append(Plane("weights", torch.float32, 4 * top_k, 0, carries_payload=False))
     found += [
-        Plane(f"extra{i}", torch.uint8, num_bytes, 0, carries_payload=False)
-        for i, num_bytes in enumerate(extra_planes)
+        Plane(f"extra{i}", torch.uint8, num_bytes, 0, carries_payload=False) for i, num_bytes in enumerate(extra_planes)
     ]
     return tuple(found)
 

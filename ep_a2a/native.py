@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import c_char_p, c_float, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
-from functools import lru_cache
+from ctypes import c_char_p, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ def mirrored_abi() -> dict[str, int]:
 
 def with_size(params: ctypes.Structure) -> Any:
     """`params` with its `struct_bytes` set."""
-    params.struct_bytes = ctypes.sizeof(params)  # type: ignore[attr-defined]
+    params.struct_bytes = ctypes.sizeof(params)
     return params
 
 
@@ -277,7 +277,7 @@ class Library:
             raise EpError(f"{self.path} was built from other sources than this package ({shown}): build it again")
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(kind: str) -> Library:
     """The `host` or the `cuda` library, loaded once per process. Raises EpError where there is none that fits."""
     return Library(library_path(kind))
@@ -295,16 +295,17 @@ def sticky_error(rank: int, status: Status) -> StickyError | None:
     told = "" if status.reported_by == rank else f", reported by rank {status.reported_by}"
     if status.failure == _CHANNEL_MISUSE:
         who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
-        state = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
-        return ChannelMisuse(f"{me}: {who} {state} at epoch {status.epoch_wanted}{told}")
+        did = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
+        return ChannelMisuse(f"{me}: {who} {did} at epoch {status.epoch_wanted}{told}")
     if status.failure == _ROUND_MISMATCH:
         if told:
             return RoundMismatch(f"{me}: peer {status.culprit} was in {late_in} at epoch {status.epoch_wanted}{told}")
         return RoundMismatch(f"{me}: peer {status.culprit} ended epoch {status.epoch_wanted} by {late_in}")
+    late = f"late in {late_in} at epoch {status.epoch_wanted}{told}"
     if status.culprit == rank:
-        return PeerTimeout(f"{me}: the peers gave up on this rank, late in {late_in} at epoch {status.epoch_wanted}{told}")
+        return PeerTimeout(f"{me}: the peers gave up on this rank, {late}")
     if told:
-        return PeerTimeout(f"{me}: peer {status.culprit} was late in {late_in} at epoch {status.epoch_wanted}{told}")
+        return PeerTimeout(f"{me}: peer {status.culprit} was {late}")
     return PeerTimeout(
         f"{me}: peer {status.culprit} at epoch {status.epoch_seen}, wanted {status.epoch_wanted}, "
         f"after {status.waited_ns / 1e9:.1f} s"

@@ -64,16 +64,13 @@ class Received:
 def strided(memory: torch.Tensor, dtype: torch.dtype, offset: int, *dims: tuple[int, int]) -> torch.Tensor:
     """A view of uint8 `memory` at byte `offset`, with `dims` as (size, stride in bytes)."""
     itemsize = dtype.itemsize
-    end = offset + itemsize + sum((size - 1) * stride for size, stride in dims)
-    aligned_end = end + -end % itemsize
-    if end > memory.numel():
-        raise AssertionError(f"a view up to byte {end} of {memory.numel()}")
-    base = memory[: min(aligned_end, memory.numel()) // itemsize * itemsize].view(dtype)
-    return base.as_strided([s for s, _ in dims], [st // itemsize for _, st in dims], offset // itemsize)
+    base = memory[: memory.numel() // itemsize * itemsize].view(dtype)
+    strides = [stride // itemsize for _, stride in dims]
+    return base.as_strided([size for size, _ in dims], strides, base.storage_offset() + offset // itemsize)
 
 
 def received_views(
-    a2a: A2A, layout: Layout, payload: Format, hidden: int, top_k: int, memory: torch.Tensor, state: torch.Tensor
+    a2a: A2A, layout: Layout, payload: Format, hidden: int, memory: torch.Tensor, state: torch.Tensor
 ) -> Received:
     """The views of one channel: `memory` is this rank's part of the region for it, `state` its private state."""
     ranks, tokens = layout.num_ranks, layout.max_tokens
@@ -83,14 +80,16 @@ def received_views(
         rows = (ranks, tokens * spec.row_bytes), (tokens, spec.row_bytes)
         return strided(memory, spec.dtype, layout.plane_offsets[index], *rows, (columns, spec.dtype.itemsize))
 
-    names = [spec.name for spec in layout.planes]
-    by_name = {name: plane(i, layout.planes[i].source_bytes // layout.planes[i].dtype.itemsize)
-               for i, name in enumerate(names)}  # fmt: skip
+    by_name = {
+        spec.name: plane(index, spec.source_bytes // spec.dtype.itemsize) for index, spec in enumerate(layout.planes)
+    }
     global_scale = None
-    if payload.row_scale:
-        spec, offset = layout.planes[names.index("ids")], layout.plane_offsets[names.index("ids")]
+    if payload.row_scale:  # the word behind each row of ids
+        index = list(by_name).index("ids")
+        spec = layout.planes[index]
         rows = (ranks, tokens * spec.row_bytes), (tokens, spec.row_bytes)
-        global_scale = strided(memory, torch.float32, offset + spec.source_bytes, *rows)
+        global_scale = strided(memory, torch.float32, layout.plane_offsets[index] + spec.source_bytes, *rows)
+    bitmap_words = (ranks, 4 * layout.bitmap_words), (layout.bitmap_words, 4)
     return Received(
         payload=payload,
         hidden=hidden,
@@ -101,8 +100,7 @@ def received_views(
         weights=by_name["weights"],
         extra=tuple(view for name, view in by_name.items() if name.startswith("extra")),
         num_tokens=strided(state, torch.int32, layout.source_counts_offset, (ranks, 4)),
-        _bitmap=strided(memory, torch.int32, layout.bitmap_offset, (ranks, 4 * layout.bitmap_words),
-                        (layout.bitmap_words, 4)),  # fmt: skip
+        _bitmap=strided(memory, torch.int32, layout.bitmap_offset, *bitmap_words),
         _a2a=a2a,
     )
 
