@@ -206,7 +206,8 @@ setup() {
     exec 9>"$root/build/lock"
     flock 9
   fi
-  export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks and tests are processes already
+  export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks and tests are processes already
   choose_python
   install_packages "$@"
   choose_cuda
