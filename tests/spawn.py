@@ -157,7 +157,7 @@ def _fork(folder: Path, launcher: str, num_ranks: int, env: Env, deadline_s: flo
     if launcher == "env":
         base |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.spawn"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.spawn"])
     processes = []
     for one in range(num_ranks):
         own = base | {"EP_SPAWN_RANK": str(one)} | ({"RANK": str(one)} if launcher == "env" else {})
@@ -251,6 +251,8 @@ def _forked(folder: str, env: Mapping[str, str]) -> None:
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True)
     _work(folder)
+    if "mpi4py.MPI" in sys.modules:  # it would do so at exit, but multiprocessing exits another way
+        sys.modules["mpi4py.MPI"].Finalize()
 
 
 def _work(folder: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,13 +210,16 @@ def test_first_host_of_a_slurm_list(nodes, host):
     assert world._first_host(nodes) == host
 
 
+_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
 def test_import_does_nothing():
     code = (
         "import os, sys, socket; before = dict(os.environ); socket.socket.connect = None\n"
         "import ep_a2a.world, ep_a2a.symm; assert not [m for m in sys.modules if m.startswith('mpi4py')]\n"
         "assert dict(os.environ) == before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "."})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ | {"PYTHONPATH": _ROOT})
 
 
 # ---- launchers and stores ----------------------------------------------------------------------------------------

@@ -36,13 +36,10 @@ def allocate(group: LocalRank, bytes_per_rank: int, timeout_s: float) -> LocalMe
     except (OSError, OverflowError) as error:
         mapping = f"mapping {num_bytes} bytes: {error}"
     found = group.gather_objects((bytes_per_rank, mapping), "symmetric memory", timeout_s)
-    mappings: list[mmap.mmap] = []
-    for rank, (asked_bytes, theirs) in enumerate(found):
+    for rank, (_, theirs) in enumerate(found):
         if isinstance(theirs, str):
             raise SymmetricMemoryError(f"rank {rank}, {theirs}")
-        if asked_bytes != bytes_per_rank:
-            raise SymmetricMemoryError(
-                f"bytes_per_rank: {bytes_per_rank} on rank {group.rank}, {asked_bytes} on rank {rank}"
-            )
-        mappings.append(theirs)
-    return LocalMemory(group.rank, bytes_per_rank, mappings)
+    for rank, (asked_bytes, _) in enumerate(found):
+        if asked_bytes != found[0][0]:
+            raise SymmetricMemoryError(f"bytes_per_rank: {found[0][0]} on rank 0, {asked_bytes} on rank {rank}")
+    return LocalMemory(group.rank, bytes_per_rank, [theirs for _, theirs in found])

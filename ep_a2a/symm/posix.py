@@ -1,6 +1,7 @@
 """Symmetric memory between processes of one host: a segment per rank in /dev/shm, mapped by all.
 
-1. Ranks compare what they see: the same host, the same /dev/shm, room for all segments. Leftovers of dead jobs go.
+1. Ranks compare what they see: the same host, the same /dev/shm; leftovers of dead jobs go. When all are here, and
+   with that all have given up what they held before, they look for room for all segments.
 2. Each rank creates its segment, under a random name, and reserves its pages, so that a full /dev/shm is an error
    here and not a SIGBUS later.
 3. Each rank maps the segments of all ranks, and when all have, or one has failed, removes its own name.
@@ -50,7 +51,8 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float) -> PosixMemory
     """
     num_bytes = mapped_bytes(bytes_per_rank)
     seen = _tell(group, "symmetric memory, host", timeout_s, lambda: _look(bytes_per_rank))
-    _check(group, num_bytes, seen)
+    _check_hosts(seen)
+    _check_room(num_bytes, _tell(group, "symmetric memory, room", timeout_s, _available))
     segment = _Segment()
     try:
         names = _tell(group, "symmetric memory, create", timeout_s, lambda: segment.create(num_bytes, group.size))
@@ -87,11 +89,10 @@ def _look(bytes_per_rank: int) -> dict[str, Any]:
         "boot": boot,
         "shm": [shm.st_dev, shm.st_ino],  # a container's own /dev/shm is another device, or another directory of it
         "host": os.uname().nodename,
-        "available": _available(),
     }
 
 
-def _check(group: Group, num_bytes: int, seen: list[dict[str, Any]]) -> None:
+def _check_hosts(seen: list[dict[str, Any]]) -> None:
     first = seen[0]
     for rank, one in enumerate(seen):
         if one["bytes"] != first["bytes"]:
@@ -106,9 +107,12 @@ def _check(group: Group, num_bytes: int, seen: list[dict[str, Any]]) -> None:
                 f"ranks 0 and {rank} see different {DIRECTORY} directories, as containers do ({first['host']}, "
                 f"{one['host']}): run them in one container or share it between them (docker: --ipc)"
             )
-    available = min((one["available"] for one in seen if one["available"] is not None), default=None)
-    if available is not None and available < group.size * num_bytes:
-        raise _too_small(num_bytes, group.size, available)
+
+
+def _check_room(num_bytes: int, available: list[int | None]) -> None:
+    least = min((one for one in available if one is not None), default=None)
+    if least is not None and least < len(available) * num_bytes:
+        raise _too_small(num_bytes, len(available), least)
 
 
 def _available() -> int | None:
