@@ -194,7 +194,8 @@ class MpiGroup(Group):
         self._mpi = MPI
         self._comm = comm
         self._own: tuple[Any, Any] | None = None  # the duplicate and the request that makes it
-        self._unfinished: list[Any] = []  # sends to ranks that were late: their buffers must stay
+        self._unfinished: list[Any] = []  # requests of calls that failed: their buffers must stay
+        self._unread: list[tuple[Any, int, int]] = []  # what late ranks sent, or will: communicator, rank, tag
         self._calls = 0
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -216,7 +217,18 @@ class MpiGroup(Group):
                     f"rank {self.rank}, {what}: a rank left while {self.name} was being duplicated, no word from it "
                     f"after {timeout_s:.1f} s"
                 )
-        return self._exchange(duplicate, payload, what, deadline)
+        found = self._exchange(duplicate, payload, what, deadline)
+        self._tidy()
+        return found
+
+    def _tidy(self) -> None:
+        """Finish what calls that failed have left behind: MPICH ends badly over a message that nobody received."""
+        for comm, r, tag in [*self._unread]:
+            if (message := comm.Improbe(r, tag, status := self._mpi.Status())) is not None:
+                data = bytearray(status.Get_count(self._mpi.BYTE))
+                self._unfinished.append(message.Irecv([data, self._mpi.BYTE]))
+                self._unread.remove((comm, r, tag))
+        self._unfinished = [request for request in self._unfinished if not request.Test()]
 
     def _exchange(self, comm: Any, payload: bytes, what: str, deadline: Deadline, instead: Any = None) -> list[bytes]:
         """Payloads by rank; or what there is of them as soon as the request `instead` is complete."""
@@ -236,6 +248,7 @@ class MpiGroup(Group):
             enough = instead is not None and instead.Test()
             if enough or not deadline.nap(longest_s=0.002):
                 self._unfinished += [*sends.values(), *(request for _, request in receives.values())]
+                self._unread += [(comm, r, tag) for r in peers if r not in receives]
                 if enough:
                     return []
                 raise no_word(self.rank, what, missing, deadline.seconds())
