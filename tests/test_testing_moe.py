@@ -99,6 +99,29 @@ def test_equal_roundings_stay_within_the_worst_case_bound() -> None:
     assert ((got.double() - reference.out).abs() / reference.bound).max() > 0.1
 
 
+def test_both_bf16_roundings_at_their_worst() -> None:
+    """Two partials of two ranks that nearly cancel, each rounded the wrong way twice: in the middle and in its outbox.
+
+    257 -> 256, times 257/256 is 257 -> 256; and -259 -> -260, times 263/260 is a little above 263 -> -264.
+    """
+    config = moe_config(num_experts=2, top_k=2)
+    rows = torch.zeros(1, 32)
+    rows[0, 0] = 1
+    experts = []
+    for gate, up in ((257.0, 1.0), (259.0, -1.0)):
+        w13, w2 = torch.zeros(32, 32), torch.zeros(32, 16)
+        w13[0, 0], w13[16, 0], w2[:, 0] = gate, up, 1
+        experts.append((w13, w2))
+    ids = torch.tensor([[0, 1]], dtype=torch.int32)
+    weights = torch.tensor([[257 / 256, 263.001 / 260]])
+    reference = reference_moe(config, rows, ids, weights, experts.__getitem__, num_ranks=2)
+    got = imitate(config, rows, ids, weights, experts, num_ranks=2)
+    assert got[0, 0].item() == -8.0
+    error = (got.double() - reference.out).abs()
+    assert_within(got, reference.out, reference.bound)
+    assert (error > 0.97 * reference.bound).all()
+
+
 @pytest.mark.parametrize(("hidden", "intermediate", "top_k", "num_experts"), [(2048, 512, 22, 32), (1024, 2048, 8, 16)])
 def test_what_is_lost_or_twice_exceeds_the_bounds(hidden: int, intermediate: int, top_k: int, num_experts: int) -> None:
     """A lost row exceeds the worst-case bound too; one lost contribution, even the lightest, the likely bound."""

@@ -51,7 +51,7 @@ def encode_nvfp4(x: Tensor, global_scale: Tensor | float | None = None) -> tuple
     quotient = _divide(amax, E2M1_MAX) / g.unsqueeze(-1)
     scales = quotient.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     reciprocal = (torch.ones_like(g) / g).unsqueeze(-1) / scales.float()
-    coded = finite & (scales.float() > 0)
+    coded = scales.float() > 0  # so far the scale of a block that is not finite is 0
     codes = torch.where(coded.unsqueeze(-1), _e2m1(blocks * reciprocal.unsqueeze(-1)), 0)
     scale_bytes = torch.where(finite, scales.view(torch.uint8), _NAN_SCALE)
     pairs = codes.to(torch.uint8).reshape(*values.shape[:-1], values.shape[-1] // 2, 2)

@@ -1,0 +1,52 @@
+"""The experts of one rank: received rows in, one reduced row for each of them into the outbox.
+
+ExpertWeights    NVFP4 weights of the local experts, in the checkpoint's layout
+LocalExperts     applies them to a round
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ep_a2a.experts.plain import OUTBOX_DTYPES, Received, run_plain
+from ep_a2a.experts.weights import ExpertWeights
+
+__all__ = ["ExpertWeights", "LocalExperts", "Received"]
+
+
+class LocalExperts:
+    """The contiguous run of experts that a rank owns: global ids first_expert, first_expert + 1, ...
+
+    weights       their weights
+    first_expert  the global id of the first one (`layout.first_expert`)
+
+    Raises ValueError for a negative first_expert.
+    """
+
+    def __init__(self, weights: ExpertWeights, first_expert: int) -> None:
+        if first_expert < 0:
+            raise ValueError(f"first_expert={first_expert}: must be 0 or more")
+        self.weights = weights
+        self.first_expert = first_expert
+
+    def __call__(self, received: Received, outbox: Tensor) -> None:
+        """Write into the outbox, for every valid row, the weighted sum over its local experts in ascending k.
+
+        Local; the same bits every run. Rows that are not valid are neither read nor written.
+
+        received  planes [num_ranks, max_tokens, ...]; ids that are not local are skipped, equal ids count twice
+        outbox    [num_ranks, max_tokens, H] bfloat16, float16 or float32, strided or not
+
+        Raises TypeError for another outbox dtype, ValueError for shapes or devices that do not fit.
+        """
+        if outbox.dtype not in OUTBOX_DTYPES:
+            raise TypeError(f"outbox is {outbox.dtype}: must be bfloat16, float16 or float32")
+        if received.hidden != self.weights.hidden:
+            raise ValueError(f"received rows have hidden={received.hidden}, the weights hidden={self.weights.hidden}")
+        wanted = (*received.valid.shape, received.hidden)
+        if outbox.shape != wanted:
+            raise ValueError(f"outbox is {tuple(outbox.shape)}: must be {wanted}")
+        devices = (received.rows.device, outbox.device, self.weights.device)
+        if len(set(devices)) > 1:
+            raise ValueError("rows are on {}, the outbox on {}, the weights on {}: must be one".format(*devices))
+        run_plain(self.weights, self.first_expert, received, outbox)

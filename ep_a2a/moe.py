@@ -1,0 +1,64 @@
+"""A Mixture-of-Experts layer over all ranks: dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ep_a2a import api
+from ep_a2a.errors import EpError
+
+if TYPE_CHECKING:
+    from ep_a2a.api import A2A, Received
+
+
+class Experts(Protocol):
+    """Anything that turns received rows into outbox rows, such as `LocalExperts`."""
+
+    def __call__(self, received: Received, outbox: Tensor) -> None:
+        """Write the result of every valid row of `received` into `outbox` [num_ranks, max_tokens, H]."""
+
+
+class MoELayer:
+    """Routed experts as one call; several layers may share an `A2A`.
+
+    a2a      from `connect`
+    experts  of this rank
+    """
+
+    def __init__(self, a2a: A2A, experts: Experts) -> None:
+        self.a2a = a2a
+        self.experts = experts
+
+    def __call__(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_tokens: Tensor | None = None,
+        channel: int = 0,
+    ) -> Tensor:
+        """Send the tokens to their experts, through them, and back. Collective: one round on `channel`.
+
+        x             [T, H] rows, or the planes of encoded rows, as `dispatch` takes them
+        topk_ids      int32 [T, K] global experts, -1 = not routed
+        topk_weights  fp32 [T, K]
+        num_tokens    int32 on the device, how many of the T tokens count; None = all
+        channel       which independent round
+
+        Returns [T, H] in the combine format.
+
+        Raises what `dispatch` and `combine` raise. When the experts raise, the round is released first, so that the
+        object can go on where all ranks ended the round alike; a rank that combines meanwhile sees RoundMismatch.
+        """
+        received, handle = api.dispatch(self.a2a, x, topk_ids, topk_weights, num_tokens=num_tokens, channel=channel)
+        try:
+            self.experts(received, self.a2a.outbox(channel))
+        except Exception as error:
+            try:
+                api.release(self.a2a, handle)
+            except EpError as failed:
+                raise error from failed  # the cause of it all first; a sticky error is raised again by the next call
+            raise
+        return api.combine(self.a2a, handle)
