@@ -23,7 +23,7 @@ FLOORS = [
     ("symm", "native", "quant"),
     ("api", "arguments", "channel", "received", "experts"),
     ("moe", "ops", "testing"),
-    ("adapters", "demo", "doctor", "trace", "__main__", ""),  # "" is `ep_a2a` itself
+    ("adapters", "demo", "report", "doctor", "trace", "__main__", ""),  # "" is `ep_a2a` itself
 ]
 
 
