@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ep_a2a.config import Config
 from ep_a2a.layout import BF16, FP16, FP32, Format, local_experts
-from ep_a2a.testing import ROUTINGS, assert_within, reference_moe
+from ep_a2a.testing import ROUTINGS, assert_within, reference_moe, reference_part, reference_sum
 
 
 def moe_config(**changes: object) -> Config:
@@ -161,6 +161,20 @@ def test_lost_rank_exceeds_the_bounds() -> None:
         got = reference_moe(config, rows, without, weights, experts.__getitem__, num_ranks=8).out.float()
         wrong = (got.double() - reference.out).abs() > reference.likely_bound
         assert wrong.any(dim=1).all(), rank
+
+
+def test_parts_need_only_their_own_experts_and_add_up() -> None:
+    config = moe_config()
+    rows, ids, weights, experts = moe_case(config, 4, 16, "uniform")
+    whole = reference_moe(config, rows, ids, weights, experts.__getitem__, num_ranks=4)
+    parts = []
+    for rank in range(4):
+        own = {e: experts[e] for e in local_experts(rank, 6, 4)}
+        parts.append(reference_part(config, rows, ids, weights, own.__getitem__, 4, rank))
+    summed = reference_sum(config, parts)
+    assert all(torch.equal(getattr(summed, n), getattr(whole, n)) for n in ("out", "bound", "likely_bound"))
+    with pytest.raises(ValueError, match=r"topk_ids \(4, 3\), topk_weights \(4, 2\)"):
+        reference_moe(config, rows, ids, weights[:, :2], experts.__getitem__, num_ranks=4)
 
 
 def test_a_row_with_nan_shows_and_leaves_the_others() -> None:

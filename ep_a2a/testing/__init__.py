@@ -6,6 +6,7 @@ destinations                         to which ranks a token goes
 reference_dispatch                   what a rank must hold after dispatch
 reference_combine                    what combine must return, bit for bit
 reference_moe                        a whole layer in float64, with two error bounds
+reference_part, reference_sum        the same, made by several processes
 assert_same_bits, assert_within      comparisons that name the first element that differs
 ROUTINGS                             generators of ids and weights: uniform, Zipf, holes, duplicates, ...
 """
@@ -19,13 +20,14 @@ from ep_a2a.testing.exchange import (
     reference_combine,
     reference_dispatch,
 )
-from ep_a2a.testing.moe import MoEReference, reference_moe
+from ep_a2a.testing.moe import MoEPart, MoEReference, reference_moe, reference_part, reference_sum
 from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
 from ep_a2a.testing.routing import ROUTINGS, Routing
 
 __all__ = [
     "ROUTINGS",
     "Expected",
+    "MoEPart",
     "MoEReference",
     "Routing",
     "assert_same_bits",
@@ -38,4 +40,6 @@ __all__ = [
     "reference_combine",
     "reference_dispatch",
     "reference_moe",
+    "reference_part",
+    "reference_sum",
 ]

@@ -26,7 +26,7 @@ lost contribution of many shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,15 @@ class MoEReference:
     out: Tensor
     bound: Tensor  # worst case
     likely_bound: Tensor  # independent roundings
+
+
+@dataclass(frozen=True)
+class MoEPart:
+    """What the experts of one rank contribute; all [T, H] float64."""
+
+    total: Tensor
+    error: Tensor  # worst case, after the rounding into the outbox
+    variance: Tensor  # the same with independent roundings
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,31 @@ def reference_moe(
     num_ranks     over how many ranks the experts are spread: each rounds its partial sum
 
     Returns `MoEReference`. A row with NaN gives NaN in `out` and in the bounds.
+
+    Raises ValueError for shapes that do not fit together.
+    """
+    parts = [
+        reference_part(config, rows, topk_ids, topk_weights, experts, num_ranks, rank) for rank in range(num_ranks)
+    ]
+    return reference_sum(config, parts)
+
+
+def reference_part(
+    config: Shape,
+    rows: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    experts: Experts,
+    num_ranks: int,
+    rank: int,
+) -> MoEPart:
+    """What the experts of one rank add to `reference_moe`, for a reference that several processes share. Local; slow.
+
+    Arguments as `reference_moe`; `experts` is only asked for the experts that `rank` owns.
+
+    Returns `MoEPart`, to be given to `reference_sum` with those of all other ranks.
+
+    Raises ValueError for shapes that do not fit together.
     """
     if rows.dim() != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != rows.shape[:1]:
         raise ValueError(
@@ -92,34 +126,37 @@ def reference_moe(
             "must be [T, H], [T, K] and [T, K]"
         )
     values, weights = rows.double(), topk_weights.double()
-    relative, absolute = rounding(config.combine)
-    top_k = topk_ids.shape[1]
-    out, magnitude, error, variance = (torch.zeros_like(values) for _ in range(4))
+    total, magnitude, error, variance = (torch.zeros_like(values) for _ in range(4))
     asked = set(topk_ids.flatten().tolist())
-    for rank in range(num_ranks):
-        partial, partial_magnitude, partial_error = (torch.zeros_like(values) for _ in range(3))
-        for expert in local_experts(rank, config.num_experts, num_ranks):
-            if expert not in asked:
-                continue
-            chosen = topk_ids == expert
-            tokens = chosen.any(dim=1).nonzero().flatten()
-            weight = torch.where(chosen, weights, 0.0)[tokens]
-            product = _apply(values[tokens], *experts(expert))
-            times = weight.abs().sum(dim=1, keepdim=True)
-            partial.index_add_(0, tokens, weight.sum(dim=1, keepdim=True) * product.y)
-            partial_magnitude.index_add_(0, tokens, times * (product.y.abs() + product.error))
-            partial_error.index_add_(0, tokens, times * product.error)
-            variance.index_add_(0, tokens, (times * product.spread).square())
-        partial_error += gamma(top_k + 2) * partial_magnitude
-        variance += (top_k + 2) * (U * partial_magnitude).square()
-        variance += (relative * (partial.abs() + partial_error) + absolute * (partial_magnitude > 0)).square()
-        partial_error += relative * (partial.abs() + partial_error) + absolute
-        out += partial
-        magnitude += partial.abs() + partial_error
-        error += partial_error
-    error += gamma(num_ranks) * magnitude
-    variance += num_ranks * (U * magnitude).square()
-    likely = CONFIDENCE * variance.sqrt()
+    for expert in local_experts(rank, config.num_experts, num_ranks):
+        if expert not in asked:
+            continue
+        chosen = topk_ids == expert
+        tokens = chosen.any(dim=1).nonzero().flatten()
+        weight = torch.where(chosen, weights, 0.0)[tokens]
+        product = _apply(values[tokens], *experts(expert))
+        times = weight.abs().sum(dim=1, keepdim=True)
+        total.index_add_(0, tokens, weight.sum(dim=1, keepdim=True) * product.y)
+        magnitude.index_add_(0, tokens, times * (product.y.abs() + product.error))
+        error.index_add_(0, tokens, times * product.error)
+        variance.index_add_(0, tokens, (times * product.spread).square())
+    roundings = topk_ids.shape[1] + 2
+    error += gamma(roundings) * magnitude
+    variance += roundings * (U * magnitude).square()
+    relative, absolute = rounding(config.combine)
+    outbox_rounding = relative * (total.abs() + error) + absolute * (magnitude > 0)
+    return MoEPart(total, error + outbox_rounding, variance + outbox_rounding.square())
+
+
+def reference_sum(config: Shape, parts: Sequence[MoEPart]) -> MoEReference:
+    """Add the parts of all ranks, as combine does, and bound the last rounding too. Local."""
+    out = torch.stack([part.total for part in parts]).sum(dim=0)
+    error = torch.stack([part.error for part in parts]).sum(dim=0)
+    magnitude = torch.stack([part.total.abs() + part.error for part in parts]).sum(dim=0)
+    variance = torch.stack([part.variance for part in parts]).sum(dim=0)
+    error = error + gamma(len(parts)) * magnitude
+    likely = CONFIDENCE * (variance + len(parts) * (U * magnitude).square()).sqrt()
+    relative, absolute = rounding(config.combine)
     error, likely = (e + relative * (out.abs() + e) + absolute for e in (error, likely))
     return MoEReference(out, error, torch.minimum(error, likely))
 
