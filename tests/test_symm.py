@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -348,23 +348,22 @@ def test_leftovers_of_others_are_left_alone():
         link.unlink()
 
 
-def test_a_new_segment_is_never_taken_for_a_leftover():
-    done = threading.Event()
+def test_a_new_segment_taken_for_a_leftover_is_made_again(monkeypatch):
+    flock, removed = fcntl.flock, []
 
-    def clean():
-        while not done.is_set():
-            posix.remove_leftovers()
+    def late(fd, how):
+        if not removed:
+            removed.append("")  # the cleaner locks through here as well
+            removed[:] = posix.remove_leftovers()
+        flock(fd, how)
 
-    cleaners = [threading.Thread(target=clean) for _ in range(2)]
-    for thread in cleaners:
-        thread.start()
+    monkeypatch.setattr(fcntl, "flock", late)
+    segment = posix._Segment()
     try:
-        for _ in range(300):
-            segment = posix._Segment()
-            name = segment.create(PAGE, 1)
-            assert name in _names()
-            segment.unlink()
+        name = segment.create(PAGE, 1)
+        assert len(removed) == 1
+        assert removed != [name]
+        assert _names() == [name]
     finally:
-        done.set()
-        for thread in cleaners:
-            thread.join()
+        segment.unlink()
+    assert _names() == []

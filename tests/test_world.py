@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import ep_a2a.world as world
 from ep_a2a.errors import EpError, RendezvousTimeout
+from ep_a2a.rendezvous import StoreGroup
 from tests import spawn
 
 # ---- local world -------------------------------------------------------------------------------------------------
@@ -355,9 +356,22 @@ def test_process_groups_and_sub_groups():
         assert one["keys"] == []
 
 
-def test_a_store_does_not_grow(tmp_path):
+def test_rank_0_waits_for_the_readers():
     store = dist.HashStore()
-    groups = [world.StoreGroup(rank, 3, "test", lambda timeout_s: store) for rank in range(3)]
+    store.set("ep_a2a/1/1/1", "rank 1 is here, and has yet to read")
+    group = StoreGroup(0, 2, "test", lambda timeout_s: store)
+    thread = threading.Thread(target=group.all_gather, args=(b"", "x", 20))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    store.add("ep_a2a/1/1/gone", 1)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_store_does_not_grow():
+    store = dist.HashStore()
+    groups = [StoreGroup(rank, 3, "test", lambda timeout_s: store) for rank in range(3)]
 
     def calls(num_calls):
         threads = [
