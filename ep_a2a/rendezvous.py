@@ -79,10 +79,12 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def no_word(rank: int, what: str, missing: Iterable[int], seconds: float, because: str = "") -> RendezvousTimeout:
+    """The error of `rank` for the ranks that did not come to its step `what`. Local."""
     return RendezvousTimeout(f"rank {rank}, {what}: no word from {_ranks(missing)} after {seconds:.1f} s{because}")
 
 
 def one_line(error: BaseException) -> str:
+    """Type and first line of an error. Local."""
     return f"{type(error).__name__}: {error}".strip(": ").split("\n", 1)[0]
 
 
