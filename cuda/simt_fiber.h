@@ -8,14 +8,18 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
-#include <ucontext.h>
+#if !defined(__x86_64__) && !defined(__aarch64__) && !defined(SIMT_UCONTEXT)
 #define SIMT_UCONTEXT 1
+#endif
+#if defined(SIMT_UCONTEXT)
+#include <ucontext.h>
 #endif
 
 #if defined(__SANITIZE_THREAD__)
@@ -26,6 +30,10 @@ void* __tsan_create_fiber(unsigned flags);
 void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void* __tsan_get_current_fiber();
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 #else
 #define SIMT_NO_TSAN
@@ -36,13 +44,14 @@ void* __tsan_get_current_fiber();
 extern "C" {
 void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
 void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom, size_t* size);
+void __asan_unpoison_memory_region(const volatile void* start, size_t size);
 }
 #endif
 
 namespace simt {
 
-constexpr size_t kStackBytes = 64 << 10;
-constexpr size_t kGuardBytes = 4 << 10;
+constexpr size_t kStackBytes = 64 << 10;  // a multiple of every page size that Linux uses
+inline size_t guard_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 struct Fiber {
 #if defined(SIMT_UCONTEXT)
@@ -57,7 +66,7 @@ struct Fiber {
 };
 
 #if defined(SIMT_UCONTEXT)
-inline void switch_stack(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
+inline void switch_registers(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
 #else
 // Saves the callee-saved registers on the stack, the stack pointer in *save, and continues on `load`.
 extern "C" __attribute__((visibility("hidden"))) void simt_switch_stack(void** save, void* load);
@@ -118,8 +127,20 @@ simt_switch_stack:
 )");
 constexpr int kSavedWords = 20;
 #endif
-inline void switch_stack(Fiber& from, Fiber& to) { simt_switch_stack(&from.stack_pointer, to.stack_pointer); }
+SIMT_NO_TSAN inline void switch_registers(Fiber& from, Fiber& to) {
+  simt_switch_stack(&from.stack_pointer, to.stack_pointer);
+}
 #endif
+
+SIMT_NO_TSAN inline void switch_stack(Fiber& from, Fiber& to) {
+#if defined(SIMT_ASAN)
+  __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack_low, to.stack_bytes);
+#endif
+#if defined(SIMT_TSAN)
+  __tsan_switch_to_fiber(to.tsan_fiber, 1);  // 1: no synchronisation
+#endif
+  switch_registers(from, to);
+}
 
 // Makes `fiber` start in `entry`, which never returns, on the stack [low, low + kStackBytes).
 inline void prepare(Fiber& fiber, char* low, void (*entry)()) {
@@ -151,7 +172,7 @@ inline void prepare(Fiber& fiber, char* low, void (*entry)()) {
 }
 
 // What a fiber does first on its own stack: AddressSanitizer learns where it is and where it came from.
-inline void arrived(Fiber& self, Fiber& came_from) {
+SIMT_NO_TSAN inline void arrived(Fiber& self, Fiber& came_from) {
 #if defined(SIMT_ASAN)
   const void* bottom = nullptr;
   size_t size = 0;
@@ -164,22 +185,62 @@ inline void arrived(Fiber& self, Fiber& came_from) {
   (void)self, (void)came_from;
 }
 
-// Stacks for `count` fibers, each with a page below it that may not be touched.
+// Ordering for the race detector: these two are seen by it, the scheduler around them is not. A barrier has two words
+// that its generations take in turn: with one, a thread that leaves late would seem ordered after what the others did
+// behind the barrier. The same fiber serves threads of several blocks, which orders those, and only those.
+inline void order_arrive([[maybe_unused]] uint64_t& word) {
+#if defined(SIMT_TSAN)
+  __atomic_fetch_add(&word, 1, __ATOMIC_RELEASE);
+#endif
+}
+inline void order_leave([[maybe_unused]] uint64_t& word) {
+#if defined(SIMT_TSAN)
+  (void)__atomic_load_n(&word, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// Shared memory as a block finds it: of its very size, filled with a pattern, and new to the race detector.
+SIMT_NO_TSAN inline char* fresh_shared(char* old, size_t bytes) {
+#if defined(SIMT_TSAN)
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+#endif
+  std::free(old);
+  void* memory = nullptr;
+  if (bytes && posix_memalign(&memory, 128, bytes) != 0) std::abort();
+  if (bytes) std::memset(memory, 0xA5, bytes);
+#if defined(SIMT_TSAN)
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+#endif
+  return static_cast<char*>(memory);
+}
+
+inline size_t stacks_bytes(size_t count) { return count * (kStackBytes + guard_bytes()); }
+
+// Stacks for `count` fibers, each above a page that may not be touched. Guards divide the mapping, and a process may
+// have some 65,000 pieces (vm.max_map_count): past those, as with 128 ranks in a process, stacks have no guard.
 inline char* map_stacks(size_t count) {
-  const size_t stride = kStackBytes + kGuardBytes;
-  void* memory = mmap(nullptr, count * stride, PROT_READ | PROT_WRITE,
+  void* memory = mmap(nullptr, stacks_bytes(count), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("simt: no memory for the stacks of a block");
     std::abort();
   }
   for (size_t i = 0; i < count; ++i) {
-    if (mprotect(static_cast<char*>(memory) + i * stride, kGuardBytes, PROT_NONE) != 0) {
-      std::perror("simt: cannot protect the end of a stack");
-      std::abort();
-    }
+    if (mprotect(static_cast<char*>(memory) + stacks_bytes(i), guard_bytes(), PROT_NONE) == 0) continue;
+    if (errno == ENOMEM) break;
+    std::perror("simt: cannot protect the end of a stack");
+    std::abort();
   }
   return static_cast<char*>(memory);
+}
+
+inline void unmap_stacks(char* stacks, size_t count) {
+#if defined(SIMT_ASAN)
+  __asan_unpoison_memory_region(stacks, stacks_bytes(count));  // frames that never returned left marks
+#endif
+  munmap(stacks, stacks_bytes(count));
 }
 
 }  // namespace simt

@@ -48,16 +48,17 @@ inline void point(Point where) {
 // ---- blocks, warps, threads ----
 
 constexpr unsigned kWarpLanes = 32;
+constexpr unsigned kMaxThreads = 1024;     // of a block
 constexpr unsigned kFibersInFlight = 256;  // per OS thread, unless one block alone has more
 
 struct Warp;
 using Collective = void (*)(Warp& warp, uint32_t arrived);
 
-struct Group {  // the lanes of a warp that meet under one mask; kept at the mask's lowest lane
+struct Group {  // the lanes of a warp that meet under one mask
   uint32_t arrived = 0, mask = 0;
   uint64_t generation = 0;
   Collective collective = nullptr;
-  uint64_t order = 0;  // carries the ordering that a barrier gives, where a race detector can see it
+  uint64_t order[2] = {};
 };
 
 struct Block;
@@ -72,19 +73,19 @@ struct Thread : Fiber {
 };
 
 struct Warp {
-  uint32_t live = 0;
+  uint32_t live = 0, busy = 0;  // lanes; groups that somebody waits in
   Thread* lanes[kWarpLanes] = {};
   Group groups[kWarpLanes];
 };
 
 struct Block {
   uint3 index{0, 0, 0};
-  unsigned num_threads = 0, live = 0, arrived = 0;
-  int predicates = 0, predicates_result = 0, arrived_result = 0;
-  uint64_t generation = 0, order = 0;
+  int live = 0, arrived = 0, predicates = 0, arrived_result = 0, predicates_result = 0;
+  uint64_t generation = 0;
+  uint64_t order[2] = {};
   Thread* threads = nullptr;
-  std::vector<Warp> warps;
-  std::vector<char> shared;
+  Warp* warps = nullptr;
+  char* shared = nullptr;
 };
 
 struct Executor {  // of one OS thread
@@ -95,10 +96,12 @@ struct Executor {  // of one OS thread
   size_t shared_bytes = 0;
   void (*body)(const void*) = nullptr;
   const void* argument = nullptr;
-  uint64_t next_block = 0, num_blocks = 0, order = 0, idle = 0;
+  uint64_t next_block = 0, num_blocks = 0, idle = 0;
+  uint64_t order_start = 0, order_end = 0;  // of a launch
   unsigned num_running = 0;
   std::vector<Thread> threads;
   std::vector<Block> blocks;
+  std::vector<Warp> warps;
   char* stacks = nullptr;
 
   ~Executor() { release(); }
@@ -109,27 +112,9 @@ struct Executor {  // of one OS thread
 inline thread_local Executor t_executor;
 inline Thread& self() { return *t_executor.current; }
 
-// Ordering for the race detector: these two are seen by it, the scheduler around them is not.
-inline void order_arrive([[maybe_unused]] uint64_t& word) {
-#if defined(SIMT_TSAN)
-  __atomic_fetch_add(&word, 1, __ATOMIC_ACQ_REL);
-#endif
-}
-inline void order_leave([[maybe_unused]] uint64_t& word) {
-#if defined(SIMT_TSAN)
-  (void)__atomic_load_n(&word, __ATOMIC_ACQUIRE);
-#endif
-}
-
 SIMT_NO_TSAN inline void switch_to(Fiber& from, Fiber& to) {
   Executor& executor = t_executor;
   executor.came_from = &from;
-#if defined(SIMT_ASAN)
-  __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack_low, to.stack_bytes);
-#endif
-#if defined(SIMT_TSAN)
-  __tsan_switch_to_fiber(to.tsan_fiber, 1);  // 1: no synchronisation
-#endif
   switch_stack(from, to);
   arrived(from, *t_executor.came_from);
 }
@@ -165,9 +150,8 @@ SIMT_NO_TSAN inline void wait_turn() {
 
 SIMT_NO_TSAN inline void complete(Block& block) {
   block.predicates_result = block.predicates;
-  block.arrived_result = static_cast<int>(block.arrived);
-  block.predicates = 0;
-  block.arrived = 0;
+  block.arrived_result = block.arrived;
+  block.predicates = block.arrived = 0;
   ++block.generation;
   t_executor.idle = 0;
 }
@@ -175,6 +159,7 @@ SIMT_NO_TSAN inline void complete(Block& block) {
 SIMT_NO_TSAN inline void complete(Warp& warp, Group& group) {
   if (group.collective) group.collective(warp, group.arrived);
   group.arrived = 0;
+  warp.busy &= ~(1u << (&group - warp.groups));
   ++group.generation;
   t_executor.idle = 0;
 }
@@ -183,8 +168,8 @@ SIMT_NO_TSAN inline void block_barrier(bool predicate) {
   point(Point::kBarrier);
   Thread& thread = self();
   Block& block = *thread.block;
-  order_arrive(block.order);
   const uint64_t generation = block.generation;
+  order_arrive(block.order[generation % 2]);
   block.predicates += predicate;
   if (++block.arrived == block.live) {
     complete(block);
@@ -193,7 +178,24 @@ SIMT_NO_TSAN inline void block_barrier(bool predicate) {
     while (block.generation == generation) wait_turn();
     thread.waiting_at = nullptr;
   }
-  order_leave(block.order);
+  order_leave(block.order[generation % 2]);
+}
+
+// The group in which lanes wait under this mask, or a free one: that of the mask's lowest lane if it can be had, so
+// that disjoint masks have nothing in common.
+SIMT_NO_TSAN inline Group& group_of(Warp& warp, uint32_t mask) {
+  for (uint32_t busy = warp.busy; busy; busy &= busy - 1) {
+    Group& group = warp.groups[__builtin_ctz(busy)];
+    if (group.mask == mask) return group;
+  }
+  const uint32_t lowest = mask & -mask;
+  return warp.groups[__builtin_ctz(warp.busy & lowest ? ~warp.busy : lowest)];
+}
+
+[[noreturn]] inline void report_misuse(const char* what, uint32_t mask) {
+  const Thread& thread = self();
+  std::fprintf(stderr, "simt: block %u thread %u: %s, mask %08x\n", thread.block->index.x, thread.index.x, what, mask);
+  std::abort();
 }
 
 SIMT_NO_TSAN inline uint64_t warp_operation(uint32_t mask, uint64_t value, uint32_t source_lane,
@@ -201,57 +203,61 @@ SIMT_NO_TSAN inline uint64_t warp_operation(uint32_t mask, uint64_t value, uint3
   point(Point::kBarrier);
   Thread& thread = self();
   Warp& warp = thread.block->warps[thread.warp];
-  if (!(mask >> thread.lane & 1)) {
-    std::fprintf(stderr, "simt: lane %u calls a warp operation whose mask %08x leaves it out\n", thread.lane, mask);
-    std::abort();
-  }
-  Group& group = warp.groups[std::countr_zero(mask)];
-  thread.waiting_at = "a warp operation";
-  while (group.arrived && (group.mask != mask || group.collective != collective)) wait_turn();
-  order_arrive(group.order);
+  if (!(mask >> thread.lane & 1)) report_misuse("a warp operation whose mask leaves its caller out", mask);
+  Group& group = group_of(warp, mask);
+  if (group.arrived && group.collective != collective) report_misuse("lanes meet in different warp operations", mask);
+  const uint64_t generation = group.generation;
+  order_arrive(group.order[generation % 2]);
   thread.value = value;
   thread.source_lane = source_lane;
   group.mask = mask;
   group.collective = collective;
   group.arrived |= 1u << thread.lane;
-  const uint64_t generation = group.generation;
+  warp.busy |= 1u << (&group - warp.groups);
   if (group.arrived == (mask & warp.live)) {
     complete(warp, group);
   } else {
+    thread.waiting_at = "a warp operation";
     while (group.generation == generation) wait_turn();
+    thread.waiting_at = nullptr;
   }
-  thread.waiting_at = nullptr;
-  order_leave(group.order);
+  order_leave(group.order[generation % 2]);
   return thread.result;
 }
 
-template <class F>
-SIMT_NO_TSAN inline void each_lane(Warp& warp, uint32_t lanes, F f) {
-  for (; lanes; lanes &= lanes - 1) f(*warp.lanes[std::countr_zero(lanes)]);
+// What the last lane to come computes for all that arrived.
+SIMT_NO_TSAN inline void give_all(Warp& warp, uint32_t arrived, uint64_t result) {
+  for (unsigned i = 0; i < kWarpLanes; ++i) {
+    if (arrived >> i & 1) warp.lanes[i]->result = result;
+  }
 }
-
-template <class Combine>
-SIMT_NO_TSAN inline void reduce_lanes(Warp& warp, uint32_t arrived, uint64_t start, Combine combine) {
-  uint64_t total = start;
-  each_lane(warp, arrived, [&](Thread& t) { total = combine(total, t); });
-  each_lane(warp, arrived, [&](Thread& t) { t.result = total; });
+SIMT_NO_TSAN inline void or_lanes(Warp& warp, uint32_t arrived) {
+  uint64_t bits = 0;
+  for (unsigned i = 0; i < kWarpLanes; ++i) bits |= arrived >> i & 1 ? warp.lanes[i]->value : 0;
+  give_all(warp, arrived, bits);
 }
-
-inline void ballot_lanes(Warp& warp, uint32_t arrived) {
-  reduce_lanes(warp, arrived, 0, [](uint64_t a, Thread& t) { return a | uint64_t{t.value != 0} << t.lane; });
+SIMT_NO_TSAN inline void add_lanes(Warp& warp, uint32_t arrived) {
+  uint64_t sum = 0;
+  for (unsigned i = 0; i < kWarpLanes; ++i) sum += arrived >> i & 1 ? warp.lanes[i]->value : 0;
+  give_all(warp, arrived, sum);
 }
-inline void shuffle_lanes(Warp& warp, uint32_t arrived) {
-  each_lane(warp, arrived, [&](Thread& t) {
-    const bool there = t.source_lane < kWarpLanes && (arrived >> t.source_lane & 1);
-    t.result = there ? warp.lanes[t.source_lane]->value : t.value;
-  });
+SIMT_NO_TSAN inline void shuffle_lanes(Warp& warp, uint32_t arrived) {
+  for (unsigned i = 0; i < kWarpLanes; ++i) {
+    if (!(arrived >> i & 1)) continue;
+    const uint32_t source = warp.lanes[i]->source_lane;
+    const bool there = source < kWarpLanes && (arrived >> source & 1);
+    warp.lanes[i]->result = warp.lanes[there ? source : i]->value;
+  }
 }
-inline void match_lanes(Warp& warp, uint32_t arrived) {
-  each_lane(warp, arrived, [&](Thread& t) {
+SIMT_NO_TSAN inline void match_lanes(Warp& warp, uint32_t arrived) {
+  for (unsigned i = 0; i < kWarpLanes; ++i) {
+    if (!(arrived >> i & 1)) continue;
     uint64_t same = 0;
-    each_lane(warp, arrived, [&](Thread& other) { same |= uint64_t{other.value == t.value} << other.lane; });
-    t.result = same;
-  });
+    for (unsigned j = 0; j < kWarpLanes; ++j) {
+      if (arrived >> j & 1) same |= uint64_t{warp.lanes[j]->value == warp.lanes[i]->value} << j;
+    }
+    warp.lanes[i]->result = same;
+  }
 }
 
 // ---- the life of a block ----
@@ -274,24 +280,22 @@ SIMT_NO_TSAN inline Thread* start_block(Block& block, Thread* position) {
   const dim3 grid = executor.grid, shape = executor.block;
   block.index = {static_cast<unsigned>(index % grid.x), static_cast<unsigned>(index / grid.x % grid.y),
                  static_cast<unsigned>(index / grid.x / grid.y)};
-  block.num_threads = block.live = shape.x * shape.y * shape.z;
-  block.arrived = 0;
-  block.predicates = 0;
-  for (char& byte : block.shared) byte = static_cast<char>(0xA5);
-  for (Warp& warp : block.warps) warp.live = 0;
-  for (unsigned i = 0; i < block.num_threads; ++i) {
+  const unsigned num_threads = shape.x * shape.y * shape.z;
+  block.live = static_cast<int>(num_threads);
+  block.shared = fresh_shared(block.shared, executor.shared_bytes);
+  for (unsigned i = 0; i < num_threads; ++i) {
     Thread& thread = block.threads[i];
     thread.index = {i % shape.x, i / shape.x % shape.y, i / shape.x / shape.y};
     thread.lane = i % kWarpLanes;
     thread.warp = i / kWarpLanes;
     thread.block = &block;
     Warp& warp = block.warps[thread.warp];
-    warp.live |= 1u << thread.lane;
+    warp.live = thread.lane == 0 ? 1 : warp.live | 1u << thread.lane;
     warp.lanes[thread.lane] = &thread;
     link_after(position, &thread);
     position = &thread;
   }
-  executor.num_running += block.num_threads;
+  executor.num_running += num_threads;
   return &block.threads[0];
 }
 
@@ -306,11 +310,9 @@ SIMT_NO_TSAN inline void finish_thread() {
   --block.live;
   warp.live &= ~(1u << thread.lane);
   if (block.arrived && block.arrived == block.live) complete(block);
-  for (Group& group : warp.groups) {
-    if (!group.arrived || group.arrived != (group.mask & warp.live)) continue;
-    order_arrive(group.order);
-    order_leave(group.order);
-    complete(warp, group);
+  for (uint32_t busy = warp.busy; busy; busy &= busy - 1) {
+    Group& group = warp.groups[__builtin_ctz(busy)];
+    if (group.arrived == (group.mask & warp.live)) complete(warp, group);
   }
   Thread* next = thread.next == &thread ? nullptr : thread.next;
   thread.previous->next = thread.next;
@@ -324,12 +326,12 @@ SIMT_NO_TSAN inline void finish_thread() {
   switch_to(thread, next ? static_cast<Fiber&>(*next) : executor.main);
 }
 
-inline void fiber_main() {
+SIMT_NO_TSAN inline void fiber_main() noexcept {
   arrived(*t_executor.current, *t_executor.came_from);
   for (;;) {
-    order_leave(t_executor.order);
+    order_leave(t_executor.order_start);
     t_executor.body(t_executor.argument);
-    order_arrive(t_executor.order);
+    order_arrive(t_executor.order_end);
     finish_thread();
   }
 }
@@ -340,7 +342,7 @@ inline void Executor::reserve(unsigned num_fibers) {
   threads = std::vector<Thread>(num_fibers);
   stacks = map_stacks(num_fibers);
   for (unsigned i = 0; i < num_fibers; ++i) {
-    prepare(threads[i], stacks + i * (kStackBytes + kGuardBytes) + kGuardBytes, fiber_main);
+    prepare(threads[i], stacks + stacks_bytes(i) + guard_bytes(), fiber_main);
   }
 }
 
@@ -348,15 +350,21 @@ inline void Executor::release() {
 #if defined(SIMT_TSAN)
   for (Thread& thread : threads) __tsan_destroy_fiber(thread.tsan_fiber);
 #endif
-  if (stacks) munmap(stacks, threads.size() * (kStackBytes + kGuardBytes));
+  if (stacks) unmap_stacks(stacks, threads.size());
   stacks = nullptr;
   threads.clear();
+  for (Block& block : blocks) std::free(block.shared);
+  blocks.clear();
 }
 
 SIMT_NO_TSAN inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
                                   const void* argument) {
   Executor& executor = t_executor;
-  const unsigned num_threads = block.x * block.y * block.z;
+  const unsigned num_threads = block.x * block.y * block.z, num_warps = (num_threads + kWarpLanes - 1) / kWarpLanes;
+  if (num_threads == 0 || num_threads > kMaxThreads) {
+    std::fprintf(stderr, "simt: a block of %u threads, it must have 1 to %u\n", num_threads, kMaxThreads);
+    std::abort();
+  }
   const unsigned in_flight = num_threads >= kFibersInFlight ? 1 : kFibersInFlight / num_threads;
   executor.reserve(num_threads > kFibersInFlight ? num_threads : kFibersInFlight);
   executor.grid = grid;
@@ -364,21 +372,19 @@ SIMT_NO_TSAN inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes, vo
   executor.shared_bytes = shared_bytes;
   executor.body = body;
   executor.argument = argument;
-  executor.next_block = 0;
+  executor.next_block = executor.idle = executor.num_running = 0;
   executor.num_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-  executor.idle = 0;
-  executor.num_running = 0;
   if (executor.blocks.size() < in_flight) executor.blocks.resize(in_flight);
+  if (executor.warps.size() < in_flight * num_warps) executor.warps.resize(in_flight * num_warps);
 #if defined(SIMT_TSAN)
   executor.main.tsan_fiber = __tsan_get_current_fiber();
 #endif
-  order_arrive(executor.order);
+  order_arrive(executor.order_start);
   Thread* first = nullptr;
   for (unsigned i = 0; i < in_flight && executor.next_block < executor.num_blocks; ++i) {
     Block& slot = executor.blocks[i];
     slot.threads = &executor.threads[static_cast<size_t>(i) * num_threads];
-    slot.warps.resize((num_threads + kWarpLanes - 1) / kWarpLanes);
-    slot.shared.resize(shared_bytes + 128);
+    slot.warps = &executor.warps[static_cast<size_t>(i) * num_warps];
     Thread* started = start_block(slot, first ? first->previous : nullptr);
     if (!first) first = started;
   }
@@ -387,7 +393,7 @@ SIMT_NO_TSAN inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes, vo
     switch_to(executor.main, *first);
   }
   executor.current = nullptr;
-  order_leave(executor.order);
+  order_leave(executor.order_end);
 }
 
 // Runs kernel<<<grid, block, shared_bytes>>>(params) to its end.
@@ -398,16 +404,16 @@ void launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
     void (*kernel)(Params);
     const std::remove_cv_t<Params>& params;
   } call{kernel, params};
-  run_grid(grid, block, shared_bytes, [](const void* p) {
-    const Call& c = *static_cast<const Call*>(p);
-    c.kernel(c.params);
-  }, &call);
+  run_grid(
+      grid, block, shared_bytes,
+      [](const void* p) {
+        const Call& c = *static_cast<const Call*>(p);
+        c.kernel(c.params);
+      },
+      &call);
 }
 
-inline void* shared_memory() {
-  char* start = self().block->shared.data();
-  return start + (-reinterpret_cast<uintptr_t>(start) & 127);
-}
+inline void* shared_memory() { return self().block->shared; }
 
 // What a thread does between two looks at a word that another rank writes: let the other fibers run, then the other
 // OS threads, then sleep, at most a millisecond. `may_sleep`: one lane of a warp sleeps for all.
@@ -458,7 +464,8 @@ inline int __syncthreads_and(int predicate) {
 }
 inline void __syncwarp(uint32_t mask = 0xffffffffu) { simt::warp_operation(mask, 0, 0, nullptr); }
 inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
-  return static_cast<uint32_t>(simt::warp_operation(mask, predicate != 0, 0, simt::ballot_lanes));
+  const uint64_t bit = uint64_t{predicate != 0} << simt::self().lane;
+  return static_cast<uint32_t>(simt::warp_operation(mask, bit, 0, simt::or_lanes));
 }
 inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
@@ -483,14 +490,10 @@ T __shfl_up_sync(uint32_t mask, T value, unsigned delta) {
   return simt::shuffle(mask, value, simt::self().lane - delta);
 }
 inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
-  return static_cast<uint32_t>(simt::warp_operation(mask, value, 0, [](simt::Warp& warp, uint32_t arrived) {
-    simt::reduce_lanes(warp, arrived, 0, [](uint64_t a, simt::Thread& t) { return a | t.value; });
-  }));
+  return static_cast<uint32_t>(simt::warp_operation(mask, value, 0, simt::or_lanes));
 }
 inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value) {
-  return static_cast<uint32_t>(simt::warp_operation(mask, value, 0, [](simt::Warp& warp, uint32_t arrived) {
-    simt::reduce_lanes(warp, arrived, 0, [](uint64_t a, simt::Thread& t) { return a + t.value; });
-  }));
+  return static_cast<uint32_t>(simt::warp_operation(mask, value, 0, simt::add_lanes));
 }
 inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline int __ffs(uint32_t bits) { return bits ? std::countr_zero(bits) + 1 : 0; }
