@@ -20,7 +20,7 @@ class Report:
     """Prints on one rank and does nothing on the others."""
 
     def __init__(self, quiet: bool) -> None:
-        self._console = Console(quiet=quiet, width=None if Console().is_terminal else 110)
+        self._console = Console(quiet=quiet, width=None if Console().is_terminal else 120)
 
     def title(self, text: str) -> None:
         """A headline."""
@@ -44,15 +44,17 @@ class Report:
             f"\n[bold]{name}[/]: hidden {config.hidden}, top-{config.top_k} of {config.num_experts} experts, "
             f"{config.payload} rows of {row_bytes} B, {config.combine} results"
         )
+        result_bytes = config.hidden * config.combine.columns[0].dtype.itemsize
         table = Table(title="per rank (times: median of the timed rounds)")
         phases = list(ranks[0]["ms"])
-        for heading in ("rank", "tokens", "rows in", "MB in", "expert pairs", *(f"{p} ms" for p in phases)):
+        for heading in ("rank", "tokens", "rows in", "MB in", "MB back", "pairs", *(f"{p} ms" for p in phases)):
             table.add_column(heading, justify="right")
-        table.add_column("largest error", justify="right")
+        table.add_column("max error", justify="right")
         table.add_column("of bound", justify="right")
         for row in ranks:
             rows_in = sum(row["from"])
-            cells = [row["rank"], row["out"], rows_in, f"{rows_in * row_bytes / 1e6:.3f}", row["pairs"]]
+            moved = (f"{rows_in * num_bytes / 1e6:.3f}" for num_bytes in (row_bytes, result_bytes))
+            cells = [row["rank"], row["out"], rows_in, *moved, row["pairs"]]
             cells += [f"{row['ms'][phase]:.1f}" for phase in phases]
             cells += [f"{row['error']:.2e}", f"{row['ratio']:.0%}"]
             table.add_row(*map(str, cells), style=None if row["ratio"] <= 1 else "bold red")

@@ -1,0 +1,54 @@
+"""The structs of abi.h and their mirror in Python; libraries that do not fit are refused."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from ep_a2a import layout, native
+from ep_a2a.errors import EpError
+
+
+def test_every_size_and_offset_equals_the_mirror():
+    compiled, mirrored = native.load("host").abi(), native.mirrored_abi()
+    assert compiled == mirrored
+    assert len(compiled) > 80
+
+
+def test_limits_that_stand_on_both_sides_are_equal():
+    assert ctypes.sizeof(native.ChannelState) == layout.STATE_HEADER_BYTES
+    header = (native.Path(__file__).parent.parent / "cuda" / "abi.h").read_text()
+    for name, value in (
+        ("kMaxRanks", layout.MAX_RANKS),
+        ("kMaxTopK", layout.MAX_TOP_K),
+        ("kMaxPlanes", layout.MAX_PLANES),
+        ("kVectorBytes", layout.VECTOR_BYTES),
+    ):
+        assert f"constexpr int {name} = {value};" in header
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch):
+    wrong = {**native.mirrored_abi(), "DispatchParams.channel": 72}
+    monkeypatch.setattr(native, "mirrored_abi", lambda: wrong)
+    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 48 compiled, 72 in Python"):
+        native.Library(native.library_path("host"))
+
+
+def test_a_missing_library_names_the_folders(monkeypatch, tmp_path):
+    monkeypatch.setenv("EP_A2A_LIBRARY_DIR", str(tmp_path))
+    with pytest.raises(EpError, match=f"libep_a2a_host.so is in none of {tmp_path}: bash launch/demo.sh builds it"):
+        native.library_path("host")
+
+
+def test_the_library_says_where_it_is():
+    shown = subprocess.run([sys.executable, "-m", "ep_a2a.native"], capture_output=True, text=True, check=True)
+    assert f"host: {native.library_path('host')}" in shown.stdout
+
+
+def test_import_needs_no_library_and_no_network():
+    code = "import ep_a2a, sys; assert 'mpi4py' not in sys.modules; assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"EP_A2A_LIBRARY_DIR": "/nowhere", "PATH": ""} | ENV)
+
+
+ENV = {k: v for k, v in __import__("os").environ.items() if k in ("PYTHONPATH", "LD_LIBRARY_PATH", "HOME")}
