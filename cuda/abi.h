@@ -123,8 +123,8 @@ struct OutboxParams {
   uint32_t num_ctas;
   uint32_t num_threads;
   uint32_t hidden;
-  uint32_t number;  // enum Number: of an outbox row and of `rows` / `out`
-  uint32_t num_rows;  // combine: T, rows of `out`
+  uint32_t number;         // enum Number: of an outbox row and of `rows` / `out`
+  uint32_t num_rows;       // combine: T, rows of `out`
   uint64_t outbox_offset;  // [source rank, max_tokens, outbox_row_bytes] in a channel
   uint32_t outbox_row_bytes;
   uint32_t reserved;
@@ -135,14 +135,14 @@ struct OutboxParams {
 
 struct Nvfp4Params {
   uint32_t struct_bytes;
-  uint32_t number;    // enum Number: of `values`
+  uint32_t number;  // enum Number: of `values`
   uint32_t num_rows;
-  uint32_t hidden;    // a multiple of 16
-  uint32_t given_scale;  // encode: 1 = `global_scale` is read, 0 = it is computed and written
+  uint32_t hidden;        // a multiple of 16
+  uint32_t given_scale;   // encode: 1 = `global_scale` is read, 0 = it is computed and written
   uint32_t scale_stride;  // floats from a row's global scale to the next; 0 = one for all rows
-  void* values;        // [num_rows, hidden]: encode reads, decode writes
-  uint8_t* packed;     // [num_rows, hidden / 2] low nibble first
-  uint8_t* scales;     // [num_rows, hidden / 16] e4m3
+  void* values;           // [num_rows, hidden]: encode reads, decode writes
+  uint8_t* packed;        // [num_rows, hidden / 2] low nibble first
+  uint8_t* scales;        // [num_rows, hidden / 16] e4m3
   float* global_scale;
 };
 
@@ -153,8 +153,8 @@ EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_nvfp4_encode(const Nvfp4Params* params, void* stream);
 EP_A2A_API int ep_a2a_nvfp4_decode(const Nvfp4Params* params, void* stream);
-EP_A2A_API const char* ep_a2a_abi();                    // one line a struct or field: "name size" or "name.field offset"
-EP_A2A_API const char* ep_a2a_error_text(int error);    // of a launcher's return value
+EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"
+EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 
 // Host build only: at every access to a flag wait up to `max_us`, in `permille` of the cases, by `seed`; 0 = off.
 EP_A2A_API void ep_a2a_host_delays(uint64_t seed, uint32_t permille, uint32_t max_us);

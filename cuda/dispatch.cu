@@ -68,8 +68,8 @@ __device__ __forceinline__ Mask token_mask_warp(const DispatchParams& p, const E
 }
 
 // Vectors first, first + step, ... of a token's row in one plane, to every rank of its mask.
-__device__ __forceinline__ void send_plane(const DispatchParams& p, uint32_t plane_index, uint32_t first,
-                                           uint32_t step, uint32_t token, const Mask& mask) {
+__device__ __forceinline__ void send_plane(const DispatchParams& p, uint32_t plane_index, uint32_t first, uint32_t step,
+                                           uint32_t token, const Mask& mask) {
   const Channel& c = p.channel;
   const Plane& plane = p.planes[plane_index];
   const RowSource& source = p.sources[plane_index];

@@ -54,8 +54,8 @@ __device__ __forceinline__ uint32_t float_to_e4m3(float value) {
   if (!(value == value)) return kE4m3Nan;
   if (value >= kE4m3Max) return 0x7e;
   const uint32_t bits = float_to_bits(value);
-  if (bits < 0x3c800000u) {                          // below 2^-6: multiples of 2^-9
-    const float shifted = add_rn(value, 16384.0f);   // one ulp of 2^14 is 2^-9
+  if (bits < 0x3c800000u) {                         // below 2^-6: multiples of 2^-9
+    const float shifted = add_rn(value, 16384.0f);  // one ulp of 2^14 is 2^-9
     return float_to_bits(shifted) - 0x46800000u;
   }
   return (round_mantissa(bits, 3) - 0x3c000000u) >> 20;  // rounding past 448 cannot happen below 448
@@ -73,8 +73,8 @@ __device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
 // e2m1 code of a value, saturating at 6. The eight magnitudes are multiples of 0.5 below 2, of 1 below 4, then 4, 6.
 __device__ __forceinline__ uint32_t float_to_e2m1(float value) {
   const uint32_t bits = float_to_bits(value), sign = bits >> 28 & 8u, magnitude = bits & 0x7fffffffu;
-  if (magnitude >= 0x40c00000u) return sign | 7u;  // 6 and above
-  if (magnitude < 0x3f800000u) {                   // below 1: multiples of 0.5
+  if (magnitude >= 0x40c00000u) return sign | 7u;                        // 6 and above
+  if (magnitude < 0x3f800000u) {                                         // below 1: multiples of 0.5
     const float shifted = add_rn(bits_to_float(magnitude), 4194304.0f);  // one ulp of 2^22 is 0.5
     return sign | (float_to_bits(shifted) - 0x4a800000u);
   }
@@ -105,9 +105,8 @@ __device__ __forceinline__ Vector pack(const float* values) {
   Vector v;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    v.words[i] = kNumber == kFp32
-                     ? float_to_bits(values[i])
-                     : narrow(values[2 * i]) | static_cast<uint32_t>(narrow(values[2 * i + 1])) << 16;
+    v.words[i] = kNumber == kFp32 ? float_to_bits(values[i])
+                                  : narrow(values[2 * i]) | static_cast<uint32_t>(narrow(values[2 * i + 1])) << 16;
   }
   return v;
 }

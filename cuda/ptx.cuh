@@ -52,8 +52,8 @@ __device__ __forceinline__ Vector ld_vector(const void* p) {
   return v;
 }
 __device__ __forceinline__ void st_vector(void* p, const Vector& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.words[0]), "r"(v.words[1]),
-               "r"(v.words[2]), "r"(v.words[3])
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]),
+               "r"(v.words[3])
                : "memory");
 }
 __device__ __forceinline__ void st_word(uint32_t* p, uint32_t v) {

@@ -65,8 +65,7 @@ __device__ void encode_block(const Nvfp4Params& p, uint64_t block, float global_
     amax = magnitude > amax ? magnitude : amax;
   }
   const bool finite = amax < kInfinityBits;
-  const uint32_t scale =
-      finite ? float_to_e4m3(div_rn(div_rn(bits_to_float(amax), kE2m1Max), global_scale)) : kE4m3Nan;
+  const uint32_t scale = finite ? float_to_e4m3(div_rn(div_rn(bits_to_float(amax), kE2m1Max), global_scale)) : kE4m3Nan;
   p.scales[block] = static_cast<uint8_t>(scale);
   const bool has_codes = finite && scale != 0;
   const float reciprocal = has_codes ? div_rn(div_rn(1.0f, global_scale), e4m3_to_float(scale)) : 0.0f;

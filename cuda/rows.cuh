@@ -66,8 +66,7 @@ __device__ __forceinline__ uint32_t* token_mask(const Channel& c, uint32_t token
          static_cast<uint64_t>(token) * c.mask_words;
 }
 __device__ __forceinline__ uint32_t* bitmap_at(const Channel& c, uint32_t owner, uint32_t source) {
-  return reinterpret_cast<uint32_t*>(c.peers[owner] + c.bitmap_offset) +
-         static_cast<uint64_t>(source) * c.bitmap_words;
+  return reinterpret_cast<uint32_t*>(c.peers[owner] + c.bitmap_offset) + static_cast<uint64_t>(source) * c.bitmap_words;
 }
 
 // Calls f(rank) for every rank of a mask in ascending order.

@@ -1,9 +1,8 @@
 // simt_host.h: the CPU's side of CUDA. g++ compiles the kernels of this folder against it, and they run here.
 //
 // A launch runs on the calling OS thread. Each thread of a block is a fiber; several blocks are in flight at a time.
-// Barriers and warp operations honour lane masks; threads that have left count as arrived. Shared memory is filled
-// with a pattern before a block starts. Fibers that wait at barriers for ever are reported, never spun on.
-// Where the order of memory accesses or of fibers matters, `point` is called, so that a test can delay or reorder.
+// Barriers and warp operations honour lane masks; threads that have left count as arrived. Shared memory starts as a
+// pattern. Fibers that wait at barriers for ever are reported. `point` is called where a test may delay or reorder.
 #pragma once
 
 #include <sched.h>
@@ -109,18 +108,19 @@ struct Executor {  // of one OS thread
   void release();
 };
 
-inline thread_local Executor t_executor;
-inline Thread& self() { return *t_executor.current; }
+// At a fixed place in thread-local storage: every `threadIdx` goes through it.
+inline constinit thread_local Executor* t_executor __attribute__((tls_model("initial-exec"))) = nullptr;
+inline Thread& self() { return *t_executor->current; }
 
 SIMT_NO_TSAN inline void switch_to(Fiber& from, Fiber& to) {
-  Executor& executor = t_executor;
+  Executor& executor = *t_executor;
   executor.came_from = &from;
   switch_stack(from, to);
-  arrived(from, *t_executor.came_from);
+  arrived(from, *t_executor->came_from);
 }
 
 SIMT_NO_TSAN inline void yield() {
-  Executor& executor = t_executor;
+  Executor& executor = *t_executor;
   Thread* from = executor.current;
   Thread* to = from->next;
   if (to == from) return;
@@ -130,7 +130,7 @@ SIMT_NO_TSAN inline void yield() {
 
 [[noreturn]] SIMT_NO_TSAN inline void report_deadlock() {
   std::fprintf(stderr, "simt: every running thread waits at a barrier for ever:\n");
-  Thread* first = t_executor.current;
+  Thread* first = t_executor->current;
   Thread* thread = first;
   do {
     std::fprintf(stderr, "  block %u thread %u: %s\n", thread->block->index.x, thread->index.x,
@@ -141,7 +141,7 @@ SIMT_NO_TSAN inline void yield() {
 }
 
 SIMT_NO_TSAN inline void wait_turn() {
-  Executor& executor = t_executor;
+  Executor& executor = *t_executor;
   if (++executor.idle > 4 * static_cast<uint64_t>(executor.num_running) + 64) report_deadlock();
   yield();
 }
@@ -153,7 +153,7 @@ SIMT_NO_TSAN inline void complete(Block& block) {
   block.arrived_result = block.arrived;
   block.predicates = block.arrived = 0;
   ++block.generation;
-  t_executor.idle = 0;
+  t_executor->idle = 0;
 }
 
 SIMT_NO_TSAN inline void complete(Warp& warp, Group& group) {
@@ -161,7 +161,7 @@ SIMT_NO_TSAN inline void complete(Warp& warp, Group& group) {
   group.arrived = 0;
   warp.busy &= ~(1u << (&group - warp.groups));
   ++group.generation;
-  t_executor.idle = 0;
+  t_executor->idle = 0;
 }
 
 SIMT_NO_TSAN inline void block_barrier(bool predicate) {
@@ -275,7 +275,7 @@ SIMT_NO_TSAN inline void link_after(Thread* position, Thread* thread) {
 
 // Starts the next block of the grid in `block`'s place; its threads join the ring after `position`.
 SIMT_NO_TSAN inline Thread* start_block(Block& block, Thread* position) {
-  Executor& executor = t_executor;
+  Executor& executor = *t_executor;
   const uint64_t index = executor.next_block++;
   const dim3 grid = executor.grid, shape = executor.block;
   block.index = {static_cast<unsigned>(index % grid.x), static_cast<unsigned>(index / grid.x % grid.y),
@@ -301,7 +301,7 @@ SIMT_NO_TSAN inline Thread* start_block(Block& block, Thread* position) {
 
 // The current thread has left its kernel: whoever waits for it alone may go on, and the next fiber runs.
 SIMT_NO_TSAN inline void finish_thread() {
-  Executor& executor = t_executor;
+  Executor& executor = *t_executor;
   Thread& thread = *executor.current;
   Block& block = *thread.block;
   Warp& warp = block.warps[thread.warp];
@@ -327,11 +327,11 @@ SIMT_NO_TSAN inline void finish_thread() {
 }
 
 SIMT_NO_TSAN inline void fiber_main() noexcept {
-  arrived(*t_executor.current, *t_executor.came_from);
+  arrived(*t_executor->current, *t_executor->came_from);
   for (;;) {
-    order_leave(t_executor.order_start);
-    t_executor.body(t_executor.argument);
-    order_arrive(t_executor.order_end);
+    order_leave(t_executor->order_start);
+    t_executor->body(t_executor->argument);
+    order_arrive(t_executor->order_end);
     finish_thread();
   }
 }
@@ -359,7 +359,8 @@ inline void Executor::release() {
 
 SIMT_NO_TSAN inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
                                   const void* argument) {
-  Executor& executor = t_executor;
+  thread_local Executor executor;
+  t_executor = &executor;
   const unsigned num_threads = block.x * block.y * block.z, num_warps = (num_threads + kWarpLanes - 1) / kWarpLanes;
   if (num_threads == 0 || num_threads > kMaxThreads) {
     std::fprintf(stderr, "simt: a block of %u threads, it must have 1 to %u\n", num_threads, kMaxThreads);
@@ -418,7 +419,7 @@ inline void* shared_memory() { return self().block->shared; }
 // What a thread does between two looks at a word that another rank writes: let the other fibers run, then the other
 // OS threads, then sleep, at most a millisecond. `may_sleep`: one lane of a warp sleeps for all.
 SIMT_NO_TSAN inline void pause(unsigned num_polls, bool may_sleep) {
-  t_executor.idle = 0;
+  t_executor->idle = 0;
   yield();
   if (!may_sleep || num_polls < 8) return;
   if (num_polls < 64) {
@@ -449,8 +450,8 @@ T shuffle(uint32_t mask, T value, uint32_t source_lane) {
 
 #define threadIdx (simt::self().index)
 #define blockIdx (simt::self().block->index)
-#define blockDim (simt::t_executor.block)
-#define gridDim (simt::t_executor.grid)
+#define blockDim (simt::t_executor->block)
+#define gridDim (simt::t_executor->grid)
 
 inline void __syncthreads() { simt::block_barrier(false); }
 inline int __syncthreads_count(int predicate) {

@@ -74,8 +74,8 @@ __device__ __forceinline__ bool last_cta(uint32_t* counter) {
 
 struct Why {  // a channel's end, as one warp found it; equal in all its lanes
   Failure failure;
-  Phase phase;            // what this rank is doing
-  Phase late_in;          // what the culprit did not finish
+  Phase phase;    // what this rank is doing
+  Phase late_in;  // what the culprit did not finish
   uint32_t culprit;
   uint32_t reported_by;
   uint64_t epoch_wanted;
