@@ -276,11 +276,9 @@ def _mixed(group, releasing):
     a2a, _ = connect(group, timeout_s=PATIENCE_S)
     _, handle = ep_a2a.dispatch(a2a, *rows())
     out = torch.ones(8, 64).bfloat16()
+    end, more = (ep_a2a.release, {}) if a2a.rank in releasing else (ep_a2a.combine, {"out": out})
     with pytest.raises(RoundMismatch) as found:
-        if a2a.rank in releasing:
-            ep_a2a.release(a2a, handle)
-        else:
-            ep_a2a.combine(a2a, handle, out=out)
+        end(a2a, handle, **more)
     text = str(found.value)
     named = {int(rank) for rank in re.findall(r"(?:rank|peer) (\d+)", text)}
     assert named & set(releasing) and named - set(releasing), text  # one of each kind

@@ -1,0 +1,298 @@
+"""Layout, sizes and the phased split by tables worked out by hand; configurations that are refused, or that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ep_a2a
+from ep_a2a import BF16, FP16, FP32, NVFP4, Config, ConfigMismatch, phased_split
+from ep_a2a.layout import Lanes, NoSplit, PhasedSplit, first_expert, layout, local_experts
+from tests import bodies
+from tests.bodies import Case
+
+# ---- experts and ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "wanted"),
+    [
+        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (7, 3, [(0, 3), (3, 5), (5, 7)]),
+        (2, 4, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        (1, 1, [(0, 1)]),
+    ],
+)
+def test_experts_of_ranks(num_experts, num_ranks, wanted):
+    found = [local_experts(rank, num_experts, num_ranks) for rank in range(num_ranks)]
+    assert [(one.start, one.stop) for one in found] == wanted
+    assert first_expert(num_ranks, num_experts, num_ranks) == num_experts
+
+
+# ---- planes and offsets ------------------------------------------------------------------------------------------
+
+
+def config(**more):
+    fields = {"num_experts": 512, "top_k": 22, "hidden": 2048, "max_tokens": 128}
+    return Config(**(fields | more))
+
+
+ROW_BYTES = [  # the planes of a row, each padded to 32 bytes
+    ({}, {"rows": 1024, "scales": 128, "ids": 96, "weights": 96}),
+    ({"top_k": 8}, {"rows": 1024, "scales": 128, "ids": 64, "weights": 32}),
+    ({"top_k": 9}, {"rows": 1024, "scales": 128, "ids": 64, "weights": 64}),
+    ({"top_k": 32}, {"rows": 1024, "scales": 128, "ids": 160, "weights": 128}),
+    ({"hidden": 2880, "top_k": 4}, {"rows": 1440, "scales": 192, "ids": 32, "weights": 32}),
+    ({"hidden": 7168, "top_k": 8}, {"rows": 3584, "scales": 448, "ids": 64, "weights": 32}),
+    ({"payload": BF16, "top_k": 8}, {"rows": 4096, "ids": 32, "weights": 32}),
+    ({"payload": BF16, "hidden": 8, "top_k": 1}, {"rows": 32, "ids": 32, "weights": 32}),
+    (
+        {"top_k": 1, "extra_planes": (1, 32, 33, 100)},
+        {"rows": 1024, "scales": 128, "ids": 32, "weights": 32}
+        | {"extra0": 32, "extra1": 32, "extra2": 64, "extra3": 128},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), ROW_BYTES)
+def test_row_bytes(fields, wanted):
+    found = layout(config(**fields), 8)
+    assert {plane.name: plane.row_bytes for plane in found.planes} == wanted
+    assert found.row_bytes() == config(**fields).bytes(8).row_bytes == sum(wanted.values())
+
+
+def spans(found):
+    """(offset, bytes) of all that lies in a channel."""
+    ranks = found.num_ranks
+    yield from ((offset, found.plane_bytes(i)) for i, offset in enumerate(found.plane_offsets))
+    yield from ((o, 8 * ranks) for o in (found.dispatch_flags_offset, found.end_flags_offset, found.abort_words_offset))
+    yield found.bitmap_offset, 4 * ranks * found.bitmap_words
+    yield found.outbox_offset, ranks * found.max_tokens * found.outbox_row_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 128),
+    st.integers(1, 5000),
+    st.integers(1, 32),
+    st.integers(1, 500).map(lambda n: 16 * n),
+    st.sampled_from([NVFP4, BF16]),
+    st.sampled_from([BF16, FP16, FP32]),
+    st.lists(st.integers(1, 300), max_size=4),
+    st.integers(1, 4),
+)
+def test_nothing_overlaps_and_everything_is_aligned(
+    num_ranks, max_tokens, top_k, hidden, payload, combine, extra, channels
+):
+    shape = Config(
+        num_experts=7, top_k=top_k, hidden=hidden, max_tokens=max_tokens, payload=payload, combine=combine,
+        extra_planes=tuple(extra), channels=channels,
+    )  # fmt: skip
+    found = layout(shape, num_ranks)
+    end = 0
+    for offset, num_bytes in sorted(spans(found)):
+        assert offset >= end and offset % 128 == 0
+        end = offset + num_bytes
+    assert end <= found.channel_bytes and found.channel_bytes % 128 == 0
+    assert channels * found.channel_bytes <= found.region_bytes < channels * found.channel_bytes + 4096 + 128
+    assert found.region_bytes % 4096 == 0 and found.bitmap_words == -(-max_tokens // 32)
+    for plane in found.planes:
+        assert plane.row_bytes % 32 == 0 and 0 <= plane.row_bytes - plane.source_bytes - plane.tail_bytes < 32
+    assert found.outbox_row_bytes % 32 == 0 and found.outbox_row_bytes >= hidden * combine.columns[0].dtype.itemsize
+    assert found.source_counts_offset + 4 * num_ranks <= found.masks_offset
+    assert found.masks_offset + 4 * found.mask_words * max_tokens <= found.state_bytes
+    assert 32 * found.mask_words >= num_ranks
+    sizes = shape.bytes(num_ranks)
+    assert sizes.region_bytes == found.region_bytes and sizes.state_bytes == channels * found.state_bytes
+    assert sizes.total_bytes == sizes.region_bytes + sizes.state_bytes
+
+
+def test_bytes_worked_out_by_hand():
+    sizes = Config(num_experts=8, top_k=2, hidden=512, max_tokens=16, payload=BF16).bytes(4)
+    rows = 4 * 16 * (1024 + 32 + 32)
+    outbox = 4 * 16 * 1024
+    assert sizes.row_bytes == 1088
+    assert sizes.region_bytes == 4096 * -(-(4 * 128 + rows + outbox) // 4096)
+
+
+def test_128_ranks_and_offsets_beyond_32_bits():
+    large = config(hidden=7168, max_tokens=8192, channels=2, combine=FP32)
+    sizes, found = large.bytes(128), layout(large, 128)
+    assert sizes.row_bytes == 3584 + 448 + 96 + 96
+    assert found.outbox_offset > 2**32 and sizes.region_bytes > 2 * 128 * 8192 * (sizes.row_bytes + 4 * 7168)
+    assert found.mask_words == 4
+    assert config().bytes(1).region_bytes < config().bytes(2).region_bytes < config().bytes(128).region_bytes
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(0, ValueError), (129, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_bytes_refuses_other_numbers_of_ranks(ranks, error):
+    with pytest.raises(error, match="num_ranks"):
+        config().bytes(ranks)
+
+
+# ---- the phased split --------------------------------------------------------------------------------------------
+
+SPLITS = [
+    (  # warps 0 and 1 activations, 2 scales, 3 ids and weights on 16 lanes each
+        (NVFP4, 2048, 22, 8, ()),
+        PhasedSplit(128, (Lanes(0, 64, 1), Lanes(64, 32, 1), Lanes(96, 16, 1), Lanes(112, 16, 1))),
+    ),
+    (
+        (NVFP4, 512, 4, 4, ()),
+        PhasedSplit(96, (Lanes(0, 32, 1), Lanes(32, 32, 1), Lanes(64, 16, 1), Lanes(80, 16, 1))),
+    ),
+    (  # 3,584 bytes are 224 vectors, 448 are 28
+        (NVFP4, 7168, 8, 128, ()),
+        PhasedSplit(288, (Lanes(0, 224, 1), Lanes(224, 32, 1), Lanes(256, 16, 1), Lanes(272, 16, 1))),
+    ),
+    (
+        (BF16, 7168, 8, 8, ()),  # 896 vectors by 256 threads
+        PhasedSplit(288, (Lanes(0, 256, 4), Lanes(256, 16, 1), Lanes(272, 16, 1))),
+    ),
+    (  # extras share the halves of a warp, but for one of 640 bytes
+        (BF16, 64, 2, 2, (1, 640, 36)),
+        PhasedSplit(
+            160,
+            (Lanes(0, 32, 1), Lanes(32, 16, 1), Lanes(48, 16, 1), Lanes(64, 16, 1), Lanes(96, 64, 1), Lanes(80, 16, 1)),
+        ),
+    ),
+    ((BF16, 16384, 1, 1, ()), PhasedSplit(288, (Lanes(0, 256, 8), Lanes(256, 16, 1), Lanes(272, 16, 1)))),
+]  # fmt: skip
+REFUSED = [
+    ((BF16, 16640, 1, 1, ()), r"rows.*33280 bytes.*9 passes.*8"),
+    ((NVFP4, 2**17, 8, 8, ()), r"rows.*65536 bytes.*16 passes"),
+    ((NVFP4, 2000 + 8, 8, 8, ()), r"hidden=2008.*16"),
+    ((NVFP4, 0, 8, 8, ()), "hidden=0"),
+    ((NVFP4, 2048, 33, 8, ()), "top_k=33.*32"),
+    ((NVFP4, 2048, 0, 8, ()), "top_k=0"),
+    ((NVFP4, 2048, 8, 129, ()), "num_ranks=129.*128"),
+    ((NVFP4, 2048, 8, 8, (40000,)), r"extra0.*40000 bytes.*10 passes"),
+    ((BF16, 4096, 8, 8, (4096, 4096, 4096, 4096)), r"7 planes.*1312 threads.*1024"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), SPLITS)
+def test_phased_split(arguments, wanted):
+    assert phased_split(*arguments) == wanted
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED)
+def test_phased_split_says_why_not(arguments, reason):
+    found = phased_split(*arguments)
+    assert isinstance(found, NoSplit)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(found.reason)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([NVFP4, BF16]),
+    st.integers(1, 500),
+    st.integers(1, 32),
+    st.lists(st.integers(1, 3000), max_size=4),
+)
+def test_a_split_covers_every_plane_and_no_thread_serves_two(payload, blocks, top_k, extra):
+    found = phased_split(payload, 16 * blocks, top_k, 8, extra)
+    shape = config(payload=payload, hidden=16 * blocks, top_k=top_k, extra_planes=tuple(extra))
+    planes = layout(shape, 8).planes
+    if isinstance(found, NoSplit):
+        return
+    served = [set(range(one.first_thread, one.first_thread + one.num_threads)) for one in found.lanes]
+    assert len(served) == len(planes) and sum(map(len, served)) == len(set().union(*served))
+    assert max(map(max, served)) < found.num_threads <= 1024 and found.num_threads % 32 == 0
+    for plane, one in zip(planes, found.lanes, strict=True):
+        assert one.num_threads * one.passes >= plane.num_vectors > one.num_threads * (one.passes - 1)
+        warps = {thread // 32 for thread in range(one.first_thread, one.first_thread + one.num_threads)}
+        assert not plane.carries_payload or all(
+            warps.isdisjoint(t // 32 for t in s) for p, s in zip(planes, served, strict=True) if p is not plane
+        )
+
+
+# ---- configurations ----------------------------------------------------------------------------------------------
+
+GOOD = {"num_experts": 8, "top_k": 2, "hidden": 512, "max_tokens": 8}
+BAD_CONFIG = [
+    ({"num_experts": 0}, ValueError, "num_experts=0.*1"),
+    ({"num_experts": 8.0}, TypeError, "num_experts.*float"),
+    ({"num_experts": True}, TypeError, "num_experts.*bool"),
+    ({"top_k": 0}, ValueError, "top_k=0.*1 to 32"),
+    ({"top_k": 33}, ValueError, "top_k=33.*1 to 32"),
+    ({"hidden": 520}, ValueError, "hidden=520.*16.*512.*528"),
+    ({"hidden": 8}, ValueError, "hidden=8.*16"),
+    ({"hidden": 12, "payload": BF16}, ValueError, "hidden=12.*8.*8 and 16"),
+    ({"hidden": 2**17 + 16}, ValueError, "hidden=131088.*131072"),
+    ({"max_tokens": 0}, ValueError, "max_tokens=0"),
+    ({"max_tokens": 2**24}, ValueError, "max_tokens=16777216.*16777215"),
+    ({"payload": FP32}, ValueError, "payload=FP32.*NVFP4.*BF16"),
+    ({"payload": "NVFP4"}, ValueError, "payload='NVFP4'"),
+    ({"combine": NVFP4}, ValueError, "combine=NVFP4.*BF16.*FP16.*FP32"),
+    ({"extra_planes": (1, 2, 3, 4, 5)}, ValueError, r"extra_planes.*\b5\b.*4"),
+    ({"extra_planes": (4, 0)}, ValueError, r"extra_planes\[1\].*0"),
+    ({"extra_planes": (4.0,)}, TypeError, r"extra_planes\[0\].*float"),
+    ({"channels": 0}, ValueError, "channels=0"),
+    ({"channels": 65}, ValueError, "channels=65.*64"),
+    ({"num_sms": 0}, ValueError, "num_sms=0"),
+    ({"timeout_s": 0}, ValueError, "timeout_s=0"),
+    ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan"),
+    ({"timeout_s": "1"}, TypeError, "timeout_s.*str"),
+    ({"first_timeout_s": -1.0}, ValueError, "first_timeout_s=-1"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), BAD_CONFIG)
+def test_config_refuses_with_the_numbers(change, error, text):
+    with pytest.raises(error, match=text):
+        Config(**(GOOD | change))
+
+
+def test_config_is_frozen_keyword_only_and_comparable():
+    one = Config(**GOOD, extra_planes=[3, 4])
+    assert one == Config(**GOOD, extra_planes=(3, 4)) and hash(one) == hash(dataclasses.replace(one))
+    assert one != Config(**GOOD)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.hidden = 1024
+    with pytest.raises(TypeError, match="positional"):
+        Config(8, 2, 512, 8)
+
+
+def test_wrong_arguments_of_connect():
+    with pytest.raises(TypeError):
+        ep_a2a.connect({"hidden": 512})
+    with pytest.raises((TypeError, ValueError)):
+        ep_a2a.connect(Config(**GOOD), group="world")
+
+
+DIFFERENT = [
+    ("num_experts", 8, 16),
+    ("top_k", 2, 3),
+    ("hidden", 512, 1024),
+    ("max_tokens", 8, 9),
+    ("payload", NVFP4, BF16),
+    ("combine", BF16, FP32),
+    ("extra_planes", (4,), (4, 8)),
+    ("channels", 1, 2),
+    ("num_sms", None, 3),
+    ("timeout_s", 60.0, 5.0),
+    ("first_timeout_s", 50.0, 40.0),
+]
+
+
+@pytest.mark.parametrize(("field", "usual", "other"), DIFFERENT)
+def test_ranks_that_disagree(field, usual, other):
+    fields = GOOD | {name: value for name, value, _ in DIFFERENT}
+
+    def body(group):
+        torch.set_num_threads(1)
+        own = fields | ({field: other} if group.rank == 2 else {})
+        with pytest.raises(ConfigMismatch) as found:
+            ep_a2a.connect(Config(**own), group=group)
+        text = str(found.value)
+        assert f"rank {group.rank}: " in text and field in text, text
+        assert str(usual) in text and f"{other} on rank 2" in text and "0, 1, 3" in text, text
+        bodies.rounds(group, Case(num_rounds=1))
+
+    ep_a2a.local(4).run(body)
