@@ -11,7 +11,7 @@ struct Delays {
 };
 Delays g_delays{};
 
-uint64_t next_random(uint64_t& state) {  // splitmix64
+SIMT_NO_TSAN uint64_t next_random(uint64_t& state) {  // splitmix64
   state += 0x9e3779b97f4a7c15ull;
   uint64_t z = state;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -21,7 +21,8 @@ uint64_t next_random(uint64_t& state) {  // splitmix64
 
 std::atomic<uint64_t> g_num_threads{0};
 
-void delay(simt::Point where) {
+// All fibers of an OS thread draw from one sequence; what they do there is none of the race detector's business.
+SIMT_NO_TSAN void delay(simt::Point where) {
   if (where != simt::Point::kFlagLoad && where != simt::Point::kFlagStore) return;
   thread_local uint64_t random = g_delays.seed + g_num_threads.fetch_add(1) * 0x632be59bd9b4e019ull;
   if (next_random(random) % 1000 >= g_delays.permille) return;
