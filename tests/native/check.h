@@ -26,6 +26,7 @@ constexpr bool kSanitized = false;
   do {                                                                                    \
     if (!(condition)) {                                                                   \
       std::fprintf(stderr, "%s:%d: does not hold: %s\n", __FILE__, __LINE__, #condition); \
+      std::fflush(stdout);                                                                \
       _exit(1);                                                                           \
     }                                                                                     \
   } while (false)

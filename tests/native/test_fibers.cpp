@@ -108,9 +108,9 @@ void launch_sums(uint32_t seed) {
 
 void many_os_threads() {
   std::vector<std::thread> threads;
-  for (uint32_t t = 0; t < 6; ++t) {
+  for (uint32_t t = 0; t < (check::kSanitized ? 3 : 6); ++t) {
     threads.emplace_back([t] {
-      for (uint32_t i = 0; i < 40; ++i) launch_sums(t * 1000 + i);
+      for (uint32_t i = 0; i < (check::kSanitized ? 8 : 40); ++i) launch_sums(t * 1000 + i);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -127,7 +127,7 @@ void thread_exit_frees_stacks() {
   const auto run_one = [] { std::thread([] { launch_sums(5); }).join(); };
   run_one();
   const size_t before = num_mappings();
-  for (int i = 0; i < 20; ++i) run_one();
+  for (int i = 0; i < (check::kSanitized ? 4 : 20); ++i) run_one();
   CHECK(num_mappings() < before + 100);  // the stacks of one thread alone are more
 }
 
@@ -243,9 +243,9 @@ void counter_kernel(Words p) {
   for (unsigned i = 0; i < gridDim.x * blockDim.x; ++i) CHECK(p.out[1 + i] == 1);
 }
 void relaxed_counter_kernel(Words p) {
-  p.out[1 + blockIdx.x] = 1;
+  p.out[8 + blockIdx.x] = 1;
   const uint32_t before = __atomic_fetch_add(p.out, 1, __ATOMIC_RELAXED);
-  if (before == gridDim.x - 1) p.out[1 + gridDim.x] = p.out[1];
+  if (before == gridDim.x - 1) p.out[16] = p.out[8];
 }
 
 void expect_race(bool wanted, void (*kernel)(Words), unsigned blocks, unsigned threads) {
