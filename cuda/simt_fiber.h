@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cerrno>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -216,31 +216,46 @@ SIMT_NO_TSAN inline char* fresh_shared(char* old, size_t bytes) {
   return static_cast<char*>(memory);
 }
 
-inline size_t stacks_bytes(size_t count) { return count * (kStackBytes + guard_bytes()); }
+// Guards divide a mapping, and a process has some 65,000 pieces (vm.max_map_count), two for each guarded stack: with
+// more stacks than this, as those of 128 ranks in a process, the later ones have no guard.
+constexpr size_t kMaxGuards = 20'000;
+inline std::atomic<size_t> g_num_guards{0};
 
-// Stacks for `count` fibers, each above a page that may not be touched. Guards divide the mapping, and a process may
-// have some 65,000 pieces (vm.max_map_count): past those, as with 128 ranks in a process, stacks have no guard.
-inline char* map_stacks(size_t count) {
-  void* memory = mmap(nullptr, stacks_bytes(count), PROT_READ | PROT_WRITE,
+struct Stacks {  // of an OS thread's fibers, each above a page that may not be touched
+  char* memory = nullptr;
+  size_t count = 0;
+  bool guarded = false;
+
+  static size_t bytes(size_t count) { return count * (kStackBytes + guard_bytes()); }
+  char* lowest(size_t i) const { return memory + bytes(i) + guard_bytes(); }
+};
+
+inline Stacks map_stacks(size_t count) {
+  void* memory = mmap(nullptr, Stacks::bytes(count), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("simt: no memory for the stacks of a block");
     std::abort();
   }
-  for (size_t i = 0; i < count; ++i) {
-    if (mprotect(static_cast<char*>(memory) + stacks_bytes(i), guard_bytes(), PROT_NONE) == 0) continue;
-    if (errno == ENOMEM) break;
+  Stacks stacks{static_cast<char*>(memory), count, false};
+  stacks.guarded = g_num_guards.fetch_add(count, std::memory_order_relaxed) + count <= kMaxGuards;
+  if (!stacks.guarded) g_num_guards.fetch_sub(count, std::memory_order_relaxed);
+  for (size_t i = 0; stacks.guarded && i < count; ++i) {
+    if (mprotect(stacks.memory + Stacks::bytes(i), guard_bytes(), PROT_NONE) == 0) continue;
     std::perror("simt: cannot protect the end of a stack");
     std::abort();
   }
-  return static_cast<char*>(memory);
+  return stacks;
 }
 
-inline void unmap_stacks(char* stacks, size_t count) {
+inline void unmap_stacks(Stacks& stacks) {
+  if (!stacks.memory) return;
 #if defined(SIMT_ASAN)
-  __asan_unpoison_memory_region(stacks, stacks_bytes(count));  // frames that never returned left marks
+  __asan_unpoison_memory_region(stacks.memory, Stacks::bytes(stacks.count));  // left by frames that never returned
 #endif
-  munmap(stacks, stacks_bytes(count));
+  munmap(stacks.memory, Stacks::bytes(stacks.count));
+  if (stacks.guarded) g_num_guards.fetch_sub(stacks.count, std::memory_order_relaxed);
+  stacks = {};
 }
 
 }  // namespace simt

@@ -101,7 +101,7 @@ struct Executor {  // of one OS thread
   std::vector<Thread> threads;
   std::vector<Block> blocks;
   std::vector<Warp> warps;
-  char* stacks = nullptr;
+  Stacks stacks;
 
   ~Executor() { release(); }
   void reserve(unsigned num_fibers);
@@ -342,7 +342,7 @@ inline void Executor::reserve(unsigned num_fibers) {
   threads = std::vector<Thread>(num_fibers);
   stacks = map_stacks(num_fibers);
   for (unsigned i = 0; i < num_fibers; ++i) {
-    prepare(threads[i], stacks + stacks_bytes(i) + guard_bytes(), fiber_main);
+    prepare(threads[i], stacks.lowest(i), fiber_main);
   }
 }
 
@@ -350,8 +350,7 @@ inline void Executor::release() {
 #if defined(SIMT_TSAN)
   for (Thread& thread : threads) __tsan_destroy_fiber(thread.tsan_fiber);
 #endif
-  if (stacks) unmap_stacks(stacks, threads.size());
-  stacks = nullptr;
+  unmap_stacks(stacks);
   threads.clear();
   for (Block& block : blocks) std::free(block.shared);
   blocks.clear();

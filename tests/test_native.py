@@ -124,9 +124,13 @@ class TestPlain:
     def test_soak(self, folder: Path, plans: dict[str, Path], name: str) -> None:
         print(expect_success(soak(folder, plans[name], 300, 1, 2)))
 
-    def test_soak_of_many_ranks(self, folder: Path, tmp_path: Path) -> None:
-        config = Config(num_experts=50, top_k=8, hidden=32, max_tokens=5)
-        print(expect_success(soak(folder, write_plan(tmp_path / "plan", config, 40), 60, 3, 0)))
+    @pytest.mark.parametrize(("num_ranks", "hidden", "num_rounds"), [(40, 32, 60), (128, 7168, 5)])
+    def test_soak_of_many_ranks(
+        self, folder: Path, tmp_path: Path, num_ranks: int, hidden: int, num_rounds: int
+    ) -> None:
+        config = Config(num_experts=200, top_k=8, hidden=hidden, max_tokens=3)
+        plan = write_plan(tmp_path / "plan", config, num_ranks)
+        print(expect_success(soak(folder, plan, num_rounds, seed=3, delays=0)))
 
 
 @pytest.mark.slow

@@ -137,8 +137,8 @@ void freed_stacks_leave_nothing_behind() {
   size_t bytes = 0;
   std::thread([&] {
     launch_sums(5);
-    low = simt::t_executor->stacks;
-    bytes = simt::t_executor->threads.size() * simt::kStackBytes;
+    low = simt::t_executor->stacks.memory;
+    bytes = simt::Stacks::bytes(simt::t_executor->stacks.count);
   }).join();
   void* again = mmap(low, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
   if (again == MAP_FAILED) return;  // somebody else has it already
