@@ -90,6 +90,7 @@ __device__ __forceinline__ uint64_t abort_word(const Why& why) {
 // Ends the channel: sticky word, status record, and an abort word at every peer. One warp.
 __device__ inline void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
+  __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive
   if (threadIdx.x % kLanes == 0) {
     c.state->sticky = word;
     Status* s = c.status;
