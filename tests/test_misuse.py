@@ -45,11 +45,9 @@ def test_misuse_ends_the_channel_on_every_rank(misuse, open_first, what):
         rank.barrier("misused", 20)
         words = [int(word) for word in abort_words(a2a)]
         rank.barrier("looked", 20)
+        proceed = (lambda: ep_a2a.combine(a2a, handle)) if open_first else (lambda: one_round(a2a))
         with pytest.raises(ep_a2a.ChannelMisuse) as raised:
-            if open_first:
-                ep_a2a.combine(a2a, handle)
-            else:
-                one_round(a2a)
+            proceed()
         with pytest.raises(ep_a2a.ChannelMisuse):
             a2a.check()
         a2a.close()
