@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from ep_a2a.testing import (
 PATIENCE_S = 60.0  # where nothing is meant to be late
 LARGE = 2.0**12
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ONE_AT_A_TIME = threading.Lock()  # threads that share Python with 63 others and all compute are slow
 _PAYLOAD_NAMES = ("rows", "scales", "global_scale")
 
 
@@ -58,6 +60,7 @@ class Case:
     how: str = "outbox"  # or "rows", "out", "release"
     schedule: str | None = None
     device_counts: bool = False
+    unaligned: bool = False  # what dispatch is given starts one element behind a multiple of 16 bytes
     seed: int = 1
 
     def config(self, **more: Any) -> Config:
@@ -143,6 +146,16 @@ def received_planes(received: ep_a2a.Received) -> dict[str, Tensor]:
     return {name: plane for name, plane in planes.items() if plane is not None}
 
 
+def unaligned(given: Any) -> Any:
+    """A copy that starts one element behind where it would: contiguous, on no vector of 16 bytes."""
+    if isinstance(given, tuple):
+        return tuple(map(unaligned, given))
+    copy = torch.empty(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
+    copy.copy_(given)
+    assert given.numel() == 0 or copy.data_ptr() % 16
+    return copy
+
+
 def as_bits(plane: Tensor) -> Tensor:
     """The elements of a plane as integers of the same size."""
     return plane.view(_BITS[plane.dtype.itemsize])
@@ -164,7 +177,8 @@ def assert_received(
     received: ep_a2a.Received, config: Config, inputs: list[dict[str, Tensor]], rank: int, poisoned: int | None
 ) -> None:
     """All that a rank holds after dispatch: every bit of the rows that came, and that no other row was written."""
-    wanted = reference_dispatch(config, inputs, rank)
+    with _ONE_AT_A_TIME:
+        wanted = reference_dispatch(config, inputs, rank)
     assert_same_bits(received.num_tokens, wanted.num_tokens, f"rank {rank} num_tokens")
     assert_same_bits(received.valid, wanted.valid, f"rank {rank} valid")
     planes = received_planes(received)
@@ -180,10 +194,11 @@ def assert_received(
 
 def wanted_out(case: Case, config: Config, round_: int, rank: int, ids: Tensor, num_ranks: int) -> Tensor:
     """What combine must return on `rank`, bit for bit."""
-    masks = [torch.zeros(0, num_ranks, dtype=torch.bool) for _ in range(num_ranks)]
-    masks[rank] = destinations(ids, config.num_experts, num_ranks)
-    outboxes = [results(case, round_, r, rank).expand(num_ranks, -1, -1) for r in range(num_ranks)]
-    return reference_combine(outboxes, masks)[rank]
+    with _ONE_AT_A_TIME:
+        masks = [torch.zeros(0, num_ranks, dtype=torch.bool) for _ in range(num_ranks)]
+        masks[rank] = destinations(ids, config.num_experts, num_ranks)
+        outboxes = [results(case, round_, r, rank).expand(num_ranks, -1, -1) for r in range(num_ranks)]
+        return reference_combine(outboxes, masks)[rank]
 
 
 def fill_results(case: Case, round_: int, received: ep_a2a.Received, box: Tensor, rank: int) -> None:
@@ -210,6 +225,8 @@ def one_round(
         ids = torch.cat([ids, torch.zeros(tail, case.top_k, dtype=torch.int32)])[: case.max_tokens]
         weights = torch.cat([weights, torch.ones(tail, case.top_k)])[: case.max_tokens]
         rows, on_device = rows[: case.max_tokens], torch.tensor([count], dtype=torch.int32)
+    if case.unaligned:
+        rows, ids, weights, extra = unaligned(rows), unaligned(ids), unaligned(weights), list(map(unaligned, extra))
     received, handle = ep_a2a.dispatch(a2a, rows, ids, weights, on_device, extra=extra, channel=channel)
     assert_received(received, a2a.config, inputs, rank, poisoned)
     box = torch.empty_like(a2a.outbox(channel)) if case.how == "rows" else a2a.outbox(channel)
@@ -244,22 +261,36 @@ def rounds(group: Any, case: Case) -> str:
     return digest.hexdigest()
 
 
-def late_peer(group: Any, case: Case) -> str:
-    """Rounds in which one rank, another every round, comes late to dispatch and another one late to combine."""
+def late_peer(group: Any, case: Case, late_in: str) -> str:
+    """Rounds in which one rank, another every round, comes late to "dispatch", "combine" or "release".
+
+    The other phases are in step by the group's barrier alone, so that a wait that is missing shows in its own phase.
+    """
     torch.set_num_threads(1)
     with ep_a2a.connect(case.config(), group=group) as a2a:
         for round_ in range(case.num_rounds):
             inputs = [make_inputs(case, round_, r, a2a.num_ranks) for r in range(a2a.num_ranks)]
             given, own = inputs[a2a.rank]
-            if a2a.rank == round_ % a2a.num_ranks:
+            late = a2a.rank == round_ % a2a.num_ranks
+            if late and late_in == "dispatch":
                 time.sleep(0.05)
-            received, handle = ep_a2a.dispatch(a2a, given, own["ids"], own["weights"])
+            pending = ep_a2a.dispatch_begin(a2a, given, own["ids"], own["weights"])
+            if late_in != "dispatch":
+                group.barrier("all have sent", PATIENCE_S)
+            received, handle = pending.wait()
             assert_received(received, a2a.config, [planes for _, planes in inputs], a2a.rank, None)
-            if a2a.rank == (round_ + 1) % a2a.num_ranks:
-                time.sleep(0.05)
+            if late and late_in != "dispatch":
+                time.sleep(0.05)  # the others must not begin the next round, which would overwrite these rows
+                assert_received(received, a2a.config, [planes for _, planes in inputs], a2a.rank, None)
+            if late_in == "release":
+                ep_a2a.release(a2a, handle)
+                continue
             fill_results(case, round_, received, a2a.outbox(), a2a.rank)
+            if late_in == "dispatch":
+                group.barrier("all have their results", PATIENCE_S)
             out = ep_a2a.combine(a2a, handle)
             assert_same_bits(out, wanted_out(case, a2a.config, round_, a2a.rank, own["ids"], a2a.num_ranks))
+            group.barrier("all have combined", PATIENCE_S)
     return "ok"
 
 

@@ -142,10 +142,12 @@ BAD_COMBINE = {
     "rows shape": ({"rows": torch.ones(2, 7, 512).bfloat16()}, ValueError, "rows.*2, 7, 512.*2, 8, 512"),
     "rows strides": ({"rows": torch.ones(2, 8, 1024).bfloat16()[..., ::2]}, ValueError, "rows.*contiguous"),
     "rows device": ({"rows": torch.ones(2, 8, 512, device="meta").bfloat16()}, ValueError, "rows.*meta.*cpu"),
+    "rows address": ({"rows": torch.ones(8193).bfloat16()[1:].view(2, 8, 512)}, ValueError, "rows.*16 bytes"),
     "out dtype": ({"out": torch.ones(4, 512)}, TypeError, "out.*float32.*bfloat16"),
     "out rows": ({"out": torch.ones(5, 512).bfloat16()}, ValueError, "out.*5, 512.*4, 512"),
     "out hidden": ({"out": torch.ones(4, 496).bfloat16()}, ValueError, "out.*4, 496.*4, 512"),
     "out strides": ({"out": torch.ones(512, 4).bfloat16().t()}, ValueError, "out.*contiguous"),
+    "out address": ({"out": torch.ones(2050).bfloat16()[1:2049].view(4, 512)}, ValueError, "out.*16 bytes"),
     "out device": ({"out": torch.ones(4, 512, device="meta").bfloat16()}, ValueError, "out.*meta.*cpu"),
 }
 

@@ -21,8 +21,8 @@ def _rounds(*cases):
     return [bodies.rounds(group, case) for case in cases]
 
 
-def _body(name, case):
-    return getattr(bodies, name)(world.resolve(None), case)
+def _body(name, *args):
+    return getattr(bodies, name)(world.resolve(None), *args)
 
 
 def in_threads(num_ranks, case):
@@ -77,15 +77,14 @@ def test_launchers(launcher):
     assert [one for (one,) in spawn.run(_rounds, 3, case, launcher=launcher, deadline_s=120)] == in_threads(3, case)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("late_peer", Case(num_rounds=4, num_experts=4, top_k=4, counts="full", max_tokens=3)),
-        ("two_channels", Case(num_rounds=7)),
-    ],
-)
-def test_bodies(name, case):
-    assert spawn.run(_body, 4, name, case) == ["ok"] * 4
+@pytest.mark.parametrize("late_in", ["dispatch", "combine", "release"])
+def test_late_peers(late_in):
+    case = Case(num_rounds=4, num_experts=4, top_k=4, counts="full", max_tokens=3)
+    assert spawn.run(_body, 4, "late_peer", case, late_in) == ["ok"] * 4
+
+
+def test_two_channels_overlap():
+    assert spawn.run(_body, 4, "two_channels", Case(num_rounds=7)) == ["ok"] * 4
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------

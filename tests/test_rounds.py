@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,11 +86,6 @@ def test_how_rows_are_given_nvfp4(source, hidden):
     run(3, bodies.rounds, Case(source=source, hidden=hidden, num_rounds=2))
 
 
-@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
-def test_how_rows_are_given_bf16(source):
-    run(3, bodies.rounds, Case(source=source, payload=BF16, hidden=520))
-
-
 @pytest.mark.parametrize("combine", [BF16, FP16, FP32])
 @pytest.mark.parametrize("how", ["outbox", "rows", "out", "release"])
 def test_combine_formats_and_forms(combine, how):
@@ -100,6 +96,16 @@ def test_combine_formats_and_forms(combine, how):
 @pytest.mark.parametrize("schedule", ["general", "phased"])
 def test_extra_planes(extra, schedule):
     run(3, bodies.rounds, Case(extra_planes=extra, schedule=schedule, max_tokens=11, num_rounds=2))
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32", "packed_rows"])
+@pytest.mark.parametrize("schedule", ["general", "phased"])
+@pytest.mark.parametrize("unaligned", [False, True])
+def test_inputs_on_any_address(source, schedule, unaligned):
+    case = Case(source=source, schedule=schedule, unaligned=unaligned, extra_planes=(32, 36, 3), num_rounds=2)
+    run(3, bodies.rounds, case)
+    if source != "packed_rows":
+        run(3, bodies.rounds, replace(case, payload=BF16, hidden=520))
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7])
@@ -124,12 +130,9 @@ def test_counts_on_the_device(source):
 @pytest.mark.parametrize("combine", [BF16, FP16, FP32])
 def test_same_bits_every_run_and_in_both_schedules(combine):
     case = Case(combine=combine, num_experts=12, top_k=6, routing="mixed", num_rounds=4, hidden=1056)
-    digests = [run(4, bodies.rounds, replace(case, schedule=s, num_sms=n)) for s, n in _runs()]
+    ways = [("general", None), ("phased", None), ("phased", None), ("general", 1), ("phased", 3)]
+    digests = [run(4, bodies.rounds, replace(case, schedule=schedule, num_sms=n)) for schedule, n in ways]
     assert all(one == digests[0] for one in digests) and len(set(digests[0])) == 4
-
-
-def _runs():
-    return [("general", None), ("phased", None), ("phased", None), ("general", 1), ("phased", 3)]
 
 
 @pytest.mark.parametrize("combine", [BF16, FP16, FP32])
@@ -305,27 +308,42 @@ def test_what_was_received_outlives_the_object():
 # ---- waits -------------------------------------------------------------------------------------------------------
 
 
-def test_late_peers():
-    run(4, bodies.late_peer, Case(num_rounds=4, num_experts=4, top_k=4, counts="full", max_tokens=3))
+LATE_CASE = Case(num_rounds=4, num_experts=4, top_k=4, counts="full", max_tokens=3)
+LATE_IN = pytest.mark.parametrize("late_in", ["dispatch", "combine", "release"])
+
+
+@LATE_IN
+def test_late_peers(late_in):
+    run(4, bodies.late_peer, LATE_CASE, late_in)
 
 
 LATE = """
+import sys
 import ep_a2a
-from tests import bodies
-case = bodies.Case(num_rounds=4, num_experts=4, top_k=4, counts="full", max_tokens=3)
-print(ep_a2a.local(4).run(bodies.late_peer, case))
+from tests import bodies, test_rounds
+ep_a2a.local(4).run(bodies.late_peer, test_rounds.LATE_CASE, sys.argv[1])
 """
 
 
-@pytest.mark.slow
-def test_a_library_that_does_not_wait_is_found(tmp_path):
+@pytest.fixture(scope="module")
+def library_that_does_not_wait(tmp_path_factory):
+    """The folder of a library without its waits, built as CONTRIBUTING.md says."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
-    build = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DEP_A2A_FAULT=no_wait"]
-    subprocess.run(build, check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", str(tmp_path), "--target", "ep_a2a_host"], check=True, capture_output=True)
-    for folder, sound in ((ROOT / "build" / "lib", True), (ROOT / "build" / "lib-fault-no_wait", False)):
-        env = {**os.environ, "EP_A2A_LIBRARY_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-        found = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True, timeout=120)
-        assert (found.returncode == 0) == sound, found.stderr
-        assert sound or "AssertionError" in found.stderr, found.stderr
+    build = str(tmp_path_factory.mktemp("build"))
+    for step in (["-S", str(ROOT), "-B", build, "-DEP_A2A_FAULT=no_wait"], ["--build", build, "-t", "ep_a2a_host"]):
+        found = subprocess.run(["cmake", *step], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+    return ROOT / "build" / "lib-fault-no_wait"
+
+
+@pytest.mark.slow
+@LATE_IN
+def test_a_missing_wait_is_found(library_that_does_not_wait, late_in):
+    env = {**os.environ, "EP_A2A_LIBRARY_DIR": str(library_that_does_not_wait), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LATE, late_in]
+    found = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.returncode != 0 and re.search("AssertionError: |RoundMismatch: ", found.stderr), found.stderr
+    del env["EP_A2A_LIBRARY_DIR"]
+    found = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr

@@ -198,16 +198,14 @@ def test_two_late_peers(kind):
 # ---- a dead rank -------------------------------------------------------------------------------------------------
 
 
-def _die(when):
+def _die(when, victim):
     group = world.resolve(None)
     a2a, _ = connect(group)
     handle = ep_a2a.dispatch(a2a, *rows())[1] if when == "combine" else None
-    if a2a.rank == 2:
+    if a2a.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    if handle is None:
-        seconds = expect(PeerTimeout, rf"rank {a2a.rank}, dispatch: peer 2 ", lambda: ep_a2a.dispatch(a2a, *rows()))
-    else:
-        seconds = expect(PeerTimeout, rf"rank {a2a.rank}, combine: peer 2 ", lambda: ep_a2a.combine(a2a, handle))
+    call = (lambda: ep_a2a.dispatch(a2a, *rows())) if handle is None else (lambda: ep_a2a.combine(a2a, handle))
+    seconds = expect(PeerTimeout, rf"rank {a2a.rank}, {when}: peer {victim} ", call)
     in_time(seconds)
     finish(a2a, PeerTimeout, *([handle] if handle else []))
     return "told"
@@ -217,11 +215,11 @@ def _one_round():
     return bodies.rounds(world.resolve(None), Case(num_rounds=1))
 
 
-@pytest.mark.parametrize("when", ["dispatch", "combine"])
-def test_a_dead_peer(when):
-    found = spawn.outcomes(_die, 4, when)
-    assert found[2].exit_code == -signal.SIGKILL
-    for rank in (0, 1, 3):
+@pytest.mark.parametrize(("when", "victim"), [("dispatch", 2), ("combine", 2), ("combine", 0)])
+def test_a_dead_peer(when, victim):
+    found = spawn.outcomes(_die, 4, when, victim)
+    assert found[victim].exit_code == -signal.SIGKILL
+    for rank in {0, 1, 2, 3} - {victim}:
         assert found[rank].value == "told", found[rank]
     spawn.run(_one_round, 4)  # the next job is not stopped by what the dead one left
 
