@@ -18,7 +18,7 @@ from ep_a2a import native, symm, world
 from ep_a2a.arguments import DispatchInputs, Rows, check_tensor
 from ep_a2a.channel import Channel, Stage
 from ep_a2a.config import Config
-from ep_a2a.errors import ClosedError, ConfigMismatch, RoundError
+from ep_a2a.errors import ClosedError, ConfigMismatch, EpError, RoundError
 from ep_a2a.received import Handle, Received
 
 __all__ = [
@@ -72,12 +72,11 @@ class A2A:
         self.device = torch.device("cpu")
         self.layout = _layout.layout(config, group.size)
         self.local_experts = _layout.local_experts(group.rank, config.num_experts, group.size)
-        self.library = native.load("host")
         self._closed = False
         self._kind: _layout.Kind = "cpu"
         self._split = _layout.phased_split(config.payload, config.hidden, config.top_k, group.size, config.extra_planes)
         timeout_s = config.first_timeout_s
-        _agree(config, group, timeout_s)
+        self.library = _agree(config, group, timeout_s)
         self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s)
         self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
         self.schedule = _layout.choose_schedule(self._kind, self._split)
@@ -179,20 +178,29 @@ class A2A:
         return channel
 
 
-def _agree(config: Config, group: world.Group, timeout_s: float) -> None:
-    """All ranks have the same Config, or every one of them says which field differs."""
+def _agree(config: Config, group: world.Group, timeout_s: float) -> native.Library:
+    """The library, once all ranks have loaded it and have the same Config; else every rank says who differs and how."""
+    try:
+        library, problem = native.load("host"), ""
+    except (EpError, OSError) as error:
+        library, problem = None, str(error)
     mine = {field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    texts = group.all_gather(json.dumps(mine).encode(), "connect: configurations", timeout_s)
-    by_rank: list[dict[str, str]] = [json.loads(text) for text in texts]
+    texts = group.all_gather(json.dumps([problem, mine]).encode(), "connect: configurations", timeout_s)
+    told: list[tuple[str, dict[str, str]]] = [json.loads(text) for text in texts]
+    for rank, (theirs, _) in enumerate(told):
+        if theirs:
+            raise EpError(f"rank {group.rank}, connect: rank {rank} has no library: {theirs}")
+    assert library is not None  # this rank was among those just asked
     different = []
     for name in mine:
         holders: dict[str, list[int]] = {}
-        for rank, fields in enumerate(by_rank):
+        for rank, (_, fields) in enumerate(told):
             holders.setdefault(fields.get(name, "absent"), []).append(rank)
         if len(holders) > 1:
             different.append(f"{name}: " + ", ".join(f"{v} on rank {_ranks(r)}" for v, r in holders.items()))
     if different:
         raise ConfigMismatch(f"rank {group.rank}: the ranks' configurations differ: {'; '.join(different)}")
+    return library
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,11 +1,14 @@
 """The structs of abi.h and their mirror in Python; libraries that do not fit are refused."""
 
 import ctypes
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+import ep_a2a
 from ep_a2a import layout, native
 from ep_a2a.errors import EpError
 
@@ -46,9 +49,23 @@ def test_the_library_says_where_it_is():
     assert f"host: {native.library_path('host')}" in shown.stdout
 
 
+def test_a_library_missing_on_one_rank_is_an_error_on_all(monkeypatch):
+    load = native.load
+
+    def fails_on_rank_1(kind):
+        if threading.current_thread().name == "rank 1":
+            raise EpError("libep_a2a_host.so is nowhere")
+        return load(kind)
+
+    def run(rank):
+        config = ep_a2a.Config(num_experts=4, top_k=1, hidden=32, max_tokens=4, first_timeout_s=20)
+        with pytest.raises(EpError, match=f"rank {rank.rank}, connect: rank 1 has no library: .* is nowhere"):
+            ep_a2a.connect(config, group=rank)
+
+    monkeypatch.setattr(native, "load", fails_on_rank_1)
+    ep_a2a.local(3).run(run)
+
+
 def test_import_needs_no_library_and_no_network():
     code = "import ep_a2a, sys; assert 'mpi4py' not in sys.modules; assert 'rich' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"EP_A2A_LIBRARY_DIR": "/nowhere", "PATH": ""} | ENV)
-
-
-ENV = {k: v for k, v in __import__("os").environ.items() if k in ("PYTHONPATH", "LD_LIBRARY_PATH", "HOME")}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EP_A2A_LIBRARY_DIR": "/nowhere"})
