@@ -17,7 +17,7 @@ constexpr int kVectorBytes = 16;
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
 enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3 };
-enum BadInput : uint32_t { kInputFine = 0, kInvalidRouting = 1, kInvalidCount = 2 };
+enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kNumBadInputs = 2 };
 enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
 // Memory of one rank and channel that no peer sees; at the start of the channel's state. Kernels of the channel's
@@ -40,16 +40,17 @@ struct Status {
   uint32_t phase;        // enum Phase: what this rank was doing
   uint32_t culprit;      // the rank that is late or misused its channel
   uint32_t late_in;      // enum Phase: what the culprit did not finish
-  uint32_t reported_by;  // the rank that found out; this rank itself, or a peer whose abort word was adopted
+  uint32_t reported_by;  // the rank that found out: this rank itself, or another that told
   uint32_t reserved;
   uint64_t epoch_wanted;
   uint64_t epoch_seen;  // of the culprit's flag; valid if this rank found out
   uint64_t waited_ns;
 };
 
-// An input that a kernel had to correct. In host memory; written while `kind` is 0, cleared by the host.
+// An input that a kernel had to correct, one record for each BadInput, so that none hides another. In host memory;
+// written while `present` is 0, cleared by the host.
 struct InputRecord {
-  uint32_t kind;     // enum BadInput
+  uint32_t present;
   int32_t token;     // kInvalidRouting
   int32_t position;  // kInvalidRouting: which of the token's ids
   int32_t value;     // the id or count found
@@ -62,7 +63,7 @@ struct Channel {
   const uint64_t* peers;  // [num_ranks] address of this channel in each rank's region, own rank included
   ChannelState* state;
   Status* status;
-  InputRecord* input;
+  InputRecord* inputs;  // [kNumBadInputs]
   uint32_t rank;
   uint32_t num_ranks;
   uint32_t max_tokens;

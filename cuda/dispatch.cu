@@ -105,24 +105,26 @@ __device__ void send_rows_cta(const DispatchParams& p, const ExpertOwner& owner_
   }
 }
 
-// What could not be taken as it came, for the host. One thread.
-__device__ void record_bad_input(const DispatchParams& p, int32_t wanted_tokens) {
-  const Channel& c = p.channel;
-  const uint64_t bad = c.state->bad_routing;
-  c.state->bad_routing = kNoBadRouting;
-  const bool count_wrong = wanted_tokens < 0 || wanted_tokens > static_cast<int32_t>(p.num_rows);
-  if ((bad == kNoBadRouting && !count_wrong) || ld_acquire_sys(&c.input->kind) != kInputFine) return;
-  if (count_wrong) {
-    c.input->value = wanted_tokens;
-    c.input->limit = static_cast<int32_t>(p.num_rows);
-    return st_release_sys(&c.input->kind, kInvalidCount);
+// Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
+// thread.
+__device__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
+  InputRecord& record = c.inputs[kind];
+  if (ld_acquire_sys(&record.present)) return;
+  record = found;
+  st_release_sys(&record.present, 1);
+}
+
+__device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
+  const int32_t num_rows = static_cast<int32_t>(p.num_rows), num_experts = static_cast<int32_t>(p.num_experts);
+  if (wanted_tokens < 0 || wanted_tokens > num_rows) {
+    record_bad_input(p.channel, kInvalidCount, {0, 0, 0, wanted_tokens, num_rows, 0});
   }
-  const uint32_t token = static_cast<uint32_t>(bad >> 32), position = static_cast<uint32_t>(bad);
-  c.input->token = static_cast<int32_t>(token);
-  c.input->position = static_cast<int32_t>(position);
-  c.input->value = p.topk_ids[static_cast<uint64_t>(token) * p.top_k + position];
-  c.input->limit = static_cast<int32_t>(p.num_experts);
-  st_release_sys(&c.input->kind, kInvalidRouting);
+  const uint64_t bad = p.channel.state->bad_routing;
+  if (bad == kNoBadRouting) return;
+  p.channel.state->bad_routing = kNoBadRouting;
+  const int32_t token = static_cast<int32_t>(bad >> 32), position = static_cast<int32_t>(bad);
+  const int32_t id = p.topk_ids[static_cast<uint64_t>(token) * p.top_k + position];
+  record_bad_input(p.channel, kInvalidRouting, {0, token, position, id, num_experts, 0});
 }
 
 template <bool kPhased>
@@ -147,7 +149,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const uint64_t epoch = half_rounds / 2 + 1;
   if (!closed) return fail_misuse_warp(c, kPhaseDispatch, epoch);
   if (threadIdx.x == 0) {
-    record_bad_input(p, wanted_tokens);
+    record_bad_inputs(p, wanted_tokens);
     c.state->num_tokens = static_cast<int32_t>(num_tokens);
     c.state->half_rounds = half_rounds + 1;
   }

@@ -22,10 +22,10 @@
 //     reuse     round n+1: its writer has passed its wait for dispatch_flag n+1 of the owner, which the owner
 //               stores after it read this word
 //
-//   abort_word[source]      epoch << 24 | phase << 16 | culprit << 8 | failure; 0 = none
+//   abort_word[source]      epoch << 24 | phase << 20 | culprit << 12 | reporter << 4 | failure; 0 = none
 //     writer    the source: the warp that gave up, one store to every peer                             publish
 //     reader    the owner: every waiting warp, with its flags                                   ld_acquire_sys
-//     meaning   `source` left the channel for ever, and why; carries no data
+//     meaning   `source` left the channel for ever, and why; `reporter` found out. Carries no data
 //     reuse     never
 //
 // Windows. The receive planes and the bitmap of rank r are r's to read from the end of its dispatch wait to its end
@@ -77,14 +77,14 @@ struct Why {  // a channel's end, as one warp found it; equal in all its lanes
   Phase phase;    // what this rank is doing
   Phase late_in;  // what the culprit did not finish
   uint32_t culprit;
-  uint32_t reported_by;
+  uint32_t reporter;
   uint64_t epoch_wanted;
   uint64_t epoch_seen;
   uint64_t waited_ns;
 };
 
 __device__ __forceinline__ uint64_t abort_word(const Why& why) {
-  return why.epoch_wanted << 24 | static_cast<uint64_t>(why.late_in) << 16 | why.culprit << 8 | why.failure;
+  return why.epoch_wanted << 24 | why.late_in << 20 | why.culprit << 12 | why.reporter << 4 | why.failure;
 }
 
 // Ends the channel: sticky word, status record, and an abort word at every peer. One warp.
@@ -98,7 +98,7 @@ __device__ inline void fail_warp(const Channel& c, const Why& why) {
       s->phase = why.phase;
       s->culprit = why.culprit;
       s->late_in = why.late_in;
-      s->reported_by = why.reported_by;
+      s->reported_by = why.reporter;
       s->epoch_wanted = why.epoch_wanted;
       s->epoch_seen = why.epoch_seen;
       s->waited_ns = why.waited_ns;
@@ -134,16 +134,14 @@ __device__ __forceinline__ uint64_t min_source_warp(const Channel& c, Of of) {
 
 // Ends the channel with the smallest abort word that a peer has left here, if there is one. One warp.
 __device__ inline bool adopt_abort_warp(const Channel& c, Phase phase, uint64_t waited_ns) {
-  const auto told = [&](uint32_t source) {
-    const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source));
-    return word ? word : ~uint64_t{0};
-  };
-  const uint64_t word = min_source_warp(c, told);
+  const uint64_t word = min_source_warp(c, [&](uint32_t source) {
+    const uint64_t told = ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source));
+    return told ? told : ~uint64_t{0};
+  });
   if (word == ~uint64_t{0}) return false;
-  const uint64_t teller = min_source_warp(c, [&](uint32_t s) { return told(s) == word ? s : ~uint64_t{0}; });
-  const uint64_t epoch = epoch_of(word);
-  fail_warp(c, Why{static_cast<Failure>(word & 0xff), phase, static_cast<Phase>(word >> 16 & 0xff),
-                   static_cast<uint32_t>(word >> 8 & 0xff), static_cast<uint32_t>(teller), epoch, epoch, waited_ns});
+  const auto bits = [&](int shift, uint32_t mask) { return static_cast<uint32_t>(word >> shift) & mask; };
+  fail_warp(c, Why{static_cast<Failure>(bits(0, 0xf)), phase, static_cast<Phase>(bits(20, 0xf)), bits(12, 0xff),
+                   bits(4, 0xff), epoch_of(word), epoch_of(word), waited_ns});
   return true;
 }
 
@@ -161,6 +159,7 @@ __device__ inline bool name_late_peer_warp(const Channel& c, Phase phase, uint64
 }
 
 // Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended.
+// Abort words go before flags: a rank that comes late finds all flags there, and that its peers gave up on it.
 // Past the deadline it looks on for a while, so that a peer which knows more can say so first.
 __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch) {
   const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
@@ -175,9 +174,9 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
 #if defined(EP_A2A_FAULT_no_wait)
     here = true;
 #endif
-    if (__all_sync(kAllLanes, here)) return true;
     const uint64_t waited_ns = time_ns() - start;
     if (__any_sync(kAllLanes, told) && adopt_abort_warp(c, phase, waited_ns)) return false;
+    if (__all_sync(kAllLanes, here)) return true;
     const bool expired = __any_sync(kAllLanes, waited_ns >= timeout_ns + grace_ns);
     if (expired && name_late_peer_warp(c, phase, flags_offset, epoch, waited_ns)) return false;
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);

@@ -101,9 +101,9 @@ class A2A:
         """Where results of received rows go, [num_ranks, max_tokens, H] in `config.combine`'s dtype, as a view.
 
         Local. This rank's to write from the end of its dispatch wait to its combine call, at valid rows; results that
-        were written there need no copy: `combine(a2a, handle)`. Raises ClosedError, ValueError.
+        were written there need no copy: `combine(a2a, handle)`. Raises ClosedError, ValueError, a sticky error.
         """
-        self._check_open()
+        self._check_alive()
         return self._channel(channel).outbox
 
     def check(self) -> None:
@@ -240,7 +240,7 @@ def dispatch_begin(
     channel: int = 0,
 ) -> PendingDispatch:
     """Send the rows and return before those of the peers are here; arguments and errors as `dispatch`. Collective."""
-    a2a._check_alive()
+    _check_a2a(a2a)._check_alive()
     target = a2a._channel(channel)
     target.raise_input_error()
     target.expect_closed()
@@ -312,7 +312,7 @@ def combine_begin(
     a2a: A2A, handle: Handle, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> PendingCombine:
     """Tell the peers that the outbox is ready, and return; arguments and errors as `combine`. Collective."""
-    channel = a2a._channel_of(handle)
+    channel = _check_a2a(a2a)._channel_of(handle)
     dtype, hidden = a2a.config.combine.columns[0].dtype, a2a.config.hidden
     if rows is not None:
         shape = (a2a.num_ranks, a2a.config.max_tokens, hidden)
@@ -336,9 +336,9 @@ def combine(
     applied here: experts put weighted, locally reduced rows into the outbox.
 
     handle   of the open round
-    rows     [num_ranks, max_tokens, H] in the combine dtype, contiguous: results at the valid rows; None = they are
-             in `a2a.outbox(channel)` already
-    out      [T, H] in the combine dtype, contiguous; None = from torch's allocator
+    rows     [num_ranks, max_tokens, H] in the combine dtype, contiguous, on a multiple of 16 bytes: results at the
+             valid rows; None = they are in `a2a.outbox(channel)` already
+    out      [T, H] in the combine dtype, contiguous, on a multiple of 16 bytes; None = from torch's allocator
     Returns  [T, H]; rows past `num_tokens` and tokens that went nowhere are zero; NaN after an abort
     Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout,
              ChannelMisuse, RoundMismatch: for ever
@@ -348,7 +348,7 @@ def combine(
 
 def release_begin(a2a: A2A, handle: Handle) -> PendingRelease:
     """Tell the peers that this rank reads its rows no more, and return; errors as `release`. Collective."""
-    a2a._channel_of(handle).signal_end(native.PHASE_RELEASE)
+    _check_a2a(a2a)._channel_of(handle).signal_end(native.PHASE_RELEASE)
     return PendingRelease(handle)
 
 
@@ -367,6 +367,12 @@ def _begun(handle: Handle, stage: Stage, what: str) -> Channel:
     if channel.stage is not stage or channel.handle is not handle:
         raise RoundError(f"this {what} was waited for already (channel {handle.channel}, round {handle.round})")
     return channel
+
+
+def _check_a2a(a2a: A2A) -> A2A:
+    if not isinstance(a2a, A2A):
+        raise TypeError(f"a2a must be what connect returned, not {type(a2a).__name__}")
+    return a2a
 
 
 def _check_vectors(name: str, tensor: torch.Tensor) -> None:

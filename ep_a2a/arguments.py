@@ -58,17 +58,21 @@ class DispatchInputs:
         num_tokens: torch.Tensor | None,
         extra: Sequence[torch.Tensor],
     ) -> None:
-        self.topk_ids = check_tensor("topk_ids", topk_ids, (torch.int32,), ("T", config.top_k), device)
+        first = x[0] if isinstance(x, tuple) and x else x
+        rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() == 2 else "T"
+        self.topk_ids = check_tensor("topk_ids", topk_ids, (torch.int32,), (rows, config.top_k), device)
         self.num_rows = topk_ids.shape[0]
         if self.num_rows > config.max_tokens:
             raise ValueError(f"{self.num_rows} tokens, but max_tokens={config.max_tokens}")
+        columns, scale = _check_rows(config, device, x, self.num_rows)
         check_tensor("topk_weights", topk_weights, (torch.float32,), (self.num_rows, config.top_k), device)
         if len(extra) != len(config.extra_planes):
             raise ValueError(f"{len(extra)} extra tensors, but extra_planes={config.extra_planes}")
         for i, (tensor, num_bytes) in enumerate(zip(extra, config.extra_planes)):
             check_tensor(f"extra[{i}]", tensor, (torch.uint8,), (self.num_rows, num_bytes), device)
         self.num_tokens = _check_count(num_tokens, device)
-        columns, scale = _payload(config, device, x, self.num_rows)
+        if isinstance(x, torch.Tensor):  # the first launch, behind all checks
+            columns, scale = _encode(config, x)
         self.sources = [
             *(Source(column) for column in columns),
             Source(topk_ids, tail=scale),
@@ -98,22 +102,25 @@ def _alignment(bits: int) -> int:
 def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     if num_tokens is None:
         return None
-    if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1:
-        return check_tensor("num_tokens", num_tokens, (torch.int32,), ("1",) * num_tokens.dim(), device)
-    found = list(num_tokens.shape) if isinstance(num_tokens, torch.Tensor) else type(num_tokens).__name__
-    raise TypeError(f"num_tokens must be an int32 tensor of one element on {device}, not {found}")
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0:
+        return check_tensor("num_tokens", num_tokens, (torch.int32,), (), device)
+    return check_tensor("num_tokens", num_tokens, (torch.int32,), (1,), device)
 
 
-def _payload(
-    config: Config, device: torch.device, x: Rows, num_rows: int
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The payload's columns, and the global scale of its rows if the format has one."""
+Payload = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]  # columns, and the global scale of the rows
+
+
+def _encode(config: Config, x: torch.Tensor) -> Payload:
+    if not config.payload.row_scale:
+        return (x.to(config.payload.columns[0].dtype),), None
+    packed, scales, global_scale = encode_nvfp4(x)
+    return (packed, scales), global_scale
+
+
+def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) -> Payload:
+    """The columns of rows that came encoded; rows in full precision are only checked."""
     if isinstance(x, torch.Tensor):
-        check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device)
-        if not config.payload.row_scale:
-            return (x.to(config.payload.columns[0].dtype),), None
-        packed, scales, global_scale = encode_nvfp4(x)
-        return (packed, scales), global_scale
+        return (check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device),), None
     if not config.payload.row_scale:
         raise TypeError(f"x is a {type(x).__name__}: {config.payload} rows are one tensor")
     if not isinstance(x, tuple) or len(x) not in (2, 3):

@@ -46,9 +46,8 @@ class Channel:
         region = memory.region[start : start + layout.channel_bytes]
         self._peers = torch.tensor([base + start for base in memory.peer_bases], dtype=torch.int64)
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8)
-        self._records = torch.zeros(ctypes.sizeof(native.Status) + ctypes.sizeof(native.InputRecord), dtype=torch.uint8)
-        self._status = native.Status.from_address(self._records.data_ptr())
-        self._input = native.InputRecord.from_address(self._records.data_ptr() + ctypes.sizeof(native.Status))
+        self._status = native.Status()
+        self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
         self.received = received_views(a2a, layout, config.payload, config.hidden, region, self._state)
         self.outbox = outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
@@ -67,7 +66,7 @@ class Channel:
             peers=self._peers.data_ptr(),
             state=self._state.data_ptr(),
             status=ctypes.addressof(self._status),
-            input=ctypes.addressof(self._input),
+            inputs=ctypes.addressof(self._inputs_seen),
             rank=a2a.rank,
             num_ranks=a2a.num_ranks,
             max_tokens=layout.max_tokens,
@@ -119,7 +118,7 @@ class Channel:
 
     def raise_input_error(self) -> None:
         """Raise and clear what a kernel had to correct in the inputs of an earlier round."""
-        if error := native.take_input_error(self._a2a.rank, self._input):
+        if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
             raise error
 
     def raise_if_known(self) -> None:

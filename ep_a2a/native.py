@@ -30,7 +30,7 @@ from ep_a2a.layout import MAX_PLANES
 PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
 _PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH = 1, 2, 3
-_INVALID_ROUTING = 1
+NUM_BAD_INPUTS = 2
 NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 NO_BAD_ROUTING = 2**64 - 1
 
@@ -67,7 +67,7 @@ class Status(ctypes.Structure):
 
 class InputRecord(ctypes.Structure):
     _fields_ = [
-        ("kind", c_uint32),
+        ("present", c_uint32),
         ("token", c_int32),
         ("position", c_int32),
         ("value", c_int32),
@@ -81,7 +81,7 @@ class Channel(ctypes.Structure):
         ("peers", c_void_p),
         ("state", c_void_p),
         ("status", c_void_p),
-        ("input", c_void_p),
+        ("inputs", c_void_p),
         ("rank", c_uint32),
         ("num_ranks", c_uint32),
         ("max_tokens", c_uint32),
@@ -290,44 +290,46 @@ def sticky_error(rank: int, status: Status) -> StickyError | None:
     """The exception that a status record stands for; None while the channel is healthy."""
     if status.failure == 0:
         return None
-    doing, late_in = _PHASE[status.phase], _PHASE[status.late_in]
-    me = f"rank {rank}, {doing}"
+    late_in, epoch = _phase(status.late_in), status.epoch_wanted
+    me = f"rank {rank}, {_phase(status.phase)}"
+    who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
     told = "" if status.reported_by == rank else f", reported by rank {status.reported_by}"
     if status.failure == _CHANNEL_MISUSE:
-        who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
         did = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
-        return ChannelMisuse(f"{me}: {who} {did} at epoch {status.epoch_wanted}{told}")
+        return ChannelMisuse(f"{me}: {who} {did} at epoch {epoch}{told}")
     if status.failure == _ROUND_MISMATCH:
-        if told:
-            return RoundMismatch(f"{me}: peer {status.culprit} was in {late_in} at epoch {status.epoch_wanted}{told}")
-        return RoundMismatch(f"{me}: peer {status.culprit} ended epoch {status.epoch_wanted} by {late_in}")
-    late = f"late in {late_in} at epoch {status.epoch_wanted}{told}"
+        other = _phase(PHASE_RELEASE if status.late_in == PHASE_COMBINE else PHASE_COMBINE)
+        return RoundMismatch(
+            f"{me}: rank {status.culprit} ended epoch {epoch} by {late_in}, rank {status.reported_by} by {other}"
+        )
     if status.culprit == rank:
-        return PeerTimeout(f"{me}: the peers gave up on this rank, {late}")
+        return PeerTimeout(f"{me}: the peers gave up on this rank, late in {late_in} at epoch {epoch}{told}")
     if told:
-        return PeerTimeout(f"{me}: peer {status.culprit} was {late}")
+        return PeerTimeout(f"{me}: {who} was late in {late_in} at epoch {epoch}{told}")
     return PeerTimeout(
-        f"{me}: peer {status.culprit} at epoch {status.epoch_seen}, wanted {status.epoch_wanted}, "
-        f"after {status.waited_ns / 1e9:.1f} s"
+        f"{me}: {who} at epoch {status.epoch_seen}, wanted {epoch}, after {status.waited_ns / 1e9:.1f} s"
     )
 
 
-def take_input_error(rank: int, record: InputRecord) -> EpError | None:
-    """The exception that an input record stands for, and the record cleared; None if there is none."""
-    if record.kind == 0:
-        return None
-    error: EpError
-    if record.kind == _INVALID_ROUTING:
-        error = InvalidRouting(
-            f"rank {rank}: token {record.token}, position {record.position}: expert {record.value} is not in "
-            f"[-1, {record.limit}); it was not routed there, everything else was delivered"
+def _phase(number: int) -> str:
+    return _PHASE.get(number, f"phase {number}")
+
+
+def take_input_error(rank: int, records: ctypes.Array[InputRecord]) -> EpError | None:
+    """The first exception that the input records stand for, and that record cleared; None if there is none."""
+    routing, count = records
+    if routing.present:
+        routing.present = 0
+        return InvalidRouting(
+            f"rank {rank}: token {routing.token}, position {routing.position}: expert {routing.value} is not in "
+            f"[-1, {routing.limit}); it was not routed there, everything else was delivered"
         )
-    else:
-        error = InvalidCount(
-            f"rank {rank}: num_tokens={record.value} on the device is not in [0, {record.limit}]; it was clamped"
+    if count.present:
+        count.present = 0
+        return InvalidCount(
+            f"rank {rank}: num_tokens={count.value} on the device is not in [0, {count.limit}]; it was clamped"
         )
-    record.kind = 0
-    return error
+    return None
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ def decode_nvfp4(
     """
     if dtype not in native.NUMBER:
         raise TypeError(f"dtype is {dtype}: bfloat16, float16 or float32 can be decoded to")
+    for name, tensor in (("packed", packed), ("scales", scales)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if packed.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
         raise TypeError(f"packed is {packed.dtype} and scales {scales.dtype}: wanted uint8 and float8_e4m3fn")
     *outer, half = packed.shape
@@ -80,6 +83,8 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _check_values(values: torch.Tensor) -> None:
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a torch.Tensor, not {type(values).__name__}")
     if values.dtype not in native.NUMBER:
         raise TypeError(f"values are {values.dtype}: bfloat16, float16 or float32 can be encoded")
     multiple = NVFP4.hidden_multiple
@@ -92,6 +97,8 @@ def _check_values(values: torch.Tensor) -> None:
 def _params(
     values: torch.Tensor, rows: int, packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
 ) -> native.Nvfp4Params:
+    if not isinstance(global_scale, torch.Tensor):
+        raise TypeError(f"global_scale must be a torch.Tensor, not {type(global_scale).__name__}")
     if global_scale.dtype != torch.float32 or global_scale.device != values.device:
         raise TypeError(f"global_scale is {global_scale.dtype} on {global_scale.device}: float32 on {values.device}")
     per_row = tuple(global_scale.shape) == tuple(values.shape[:-1])

@@ -40,7 +40,7 @@ class Rank {
  private:
   void dispatch();
   void send_rows(DispatchParams& params);
-  void expect_input_record();
+  void expect_input_records();
   void check_received();
   void check_row(uint32_t plane, uint32_t source, uint32_t token, bool valid);
   void fill_outbox();
@@ -59,7 +59,7 @@ class Rank {
   char* region_;
   Channel channel_{};
   Status status_{};
-  InputRecord input_{};
+  InputRecord inputs_[kNumBadInputs]{};
   Memory state_, staged_, out_;
   std::vector<Memory> sources_;
   std::vector<float> tails_;
@@ -83,7 +83,7 @@ Rank::Rank(const Script& script, uint32_t rank, const std::vector<uint64_t>& pee
   channel_ = {.peers = peers.data(),
               .state = state,
               .status = &status_,
-              .input = &input_,
+              .inputs = inputs_,
               .rank = rank,
               .num_ranks = plan_.num_ranks,
               .max_tokens = plan_.max_tokens,
@@ -172,29 +172,30 @@ void Rank::dispatch() {
   params.num_tokens = script_.counts_on_device(rank_, round_) ? &count_ : nullptr;
   loiter('1');
   CHECK(ep_a2a_dispatch_send(&params, nullptr) == 0);
-  expect_input_record();
+  expect_input_records();
   loiter('2');
   const WaitParams wait{sizeof wait, kPhaseDispatch, channel_};
   CHECK(ep_a2a_wait(&wait, nullptr) == 0);
   expect(status_.failure == kHealthy, "dispatch failed, culprit as source", status_.culprit);
 }
 
-void Rank::expect_input_record() {
+void Rank::expect_input_records() {
   const uint32_t rows = script_.num_rows(rank_, round_), tokens = script_.num_tokens(rank_, round_);
   const auto [token, position] = script_.first_bad(rank_, round_);
-  if (count_ < 0 || count_ > static_cast<int32_t>(rows)) {
-    expect(input_.kind == kInvalidCount && input_.value == count_, "no record of the wrong count");
-    expect(input_.limit == static_cast<int32_t>(rows), "wrong limit in the record");
-  } else if (token < tokens) {
-    expect(input_.kind == kInvalidRouting, "no record of the id out of range", rank_, token, position);
-    expect(input_.token == static_cast<int32_t>(token) && input_.position == static_cast<int32_t>(position) &&
-               input_.value == script_.expert(rank_, round_, token, position),
-           "another id in the record", rank_, token, position);
-  } else {
-    expect(input_.kind == kInputFine, "a record of a fine input");
+  const InputRecord &routing = inputs_[kInvalidRouting], &count = inputs_[kInvalidCount];
+  expect(count.present == (count_ < 0 || count_ > static_cast<int32_t>(rows)), "a wrong count is told, no other");
+  if (count.present) {
+    expect(count.value == count_ && count.limit == static_cast<int32_t>(rows),
+           "other numbers in the record of a count");
   }
-  totals.bad_inputs += input_.kind != kInputFine;
-  input_ = {};
+  expect(routing.present == (token < tokens), "an id out of range is told, no other", rank_, token, position);
+  if (routing.present) {
+    expect(routing.token == static_cast<int32_t>(token) && routing.position == static_cast<int32_t>(position) &&
+               routing.value == script_.expert(rank_, round_, token, position),
+           "another id in the record", rank_, token, position);
+  }
+  totals.bad_inputs += count.present + routing.present;
+  for (InputRecord& record : inputs_) record = {};
 }
 
 // ---- what arrived ----
