@@ -90,6 +90,7 @@ def one_line(error: BaseException) -> str:
 
 # ---- ranks that meet at a torch store ----------------------------------------------------------------------------
 
+_LINGER_AFTER_FAILURE_S = 1.0  # ranks that came a little later still learn who is missing
 _LINGER_S = 10.0
 _tcp_stores: dict[tuple[str, int], Store] = {}  # for the process's life: rank 0's holds the server
 _tcp_stores_lock = threading.Lock()
@@ -102,7 +103,7 @@ class StoreGroup(Group):
     number of groups may share one, as long as all ranks make them in the same order. The ranks that have read a
     call's payloads are counted under `gone`; rank 0 leaves last and deletes the keys, for two reasons: the store does
     not grow, and rank 0, whose process often holds the server, does not exit under a reader. A call that failed
-    leaves its keys, as a late rank may want them.
+    leaves its keys, as a late rank may want them; there too rank 0 waits a little, so that all learn who is missing.
     """
 
     def __init__(self, rank: int, size: int, name: str, open_store: Callable[[float], Store]) -> None:
@@ -139,18 +140,21 @@ class StoreGroup(Group):
                 if not deadline.nap():
                     missing = [p for p in range(peer, self.size) if not store.check([str(p)])]
                     if missing:
-                        store.add("gone", 1)
+                        self._leave(store, self.size - len(missing), _LINGER_AFTER_FAILURE_S)
                         raise no_word(self.rank, what, missing, deadline.seconds())
             found.append(store.get(str(peer)))
-        num_gone = store.add("gone", 1)
-        if self.rank == 0:
-            linger = Deadline(_LINGER_S)
-            while num_gone < self.size and linger.nap():
-                num_gone = store.add("gone", 0)
-            if num_gone >= self.size:
-                for key in [*map(str, range(self.size)), "gone"]:
-                    store.delete_key(key)
+        if self._leave(store, self.size, _LINGER_S):
+            for key in [*map(str, range(self.size)), "gone"]:
+                store.delete_key(key)
         return found
+
+    def _leave(self, store: Store, num_here: int, linger_s: float) -> bool:
+        """Say that this rank is done with a call; rank 0 waits for the others that came, and says if they are done."""
+        num_gone = store.add("gone", 1)
+        linger = Deadline(linger_s)
+        while self.rank == 0 and num_gone < num_here and linger.nap():
+            num_gone = store.add("gone", 0)
+        return self.rank == 0 and num_gone >= num_here
 
 
 def tcp_store(host: str, port: int, serve: bool) -> Callable[[float], Store]:
