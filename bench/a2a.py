@@ -75,7 +75,8 @@ def inputs(case: Case, rank: int) -> Inputs:
     x = torch.randn(case.tokens, case.hidden, generator=generator).bfloat16()
     routing = testing.ROUTINGS[case.routing]
     ids, weights = routing(case.tokens, case.num_experts, case.top_k, generator)
-    return Inputs(quant.encode_nvfp4(x) if case.payload == "nvfp4" else x, ids, weights)
+    payload = PAYLOADS[case.payload]
+    return Inputs(quant.encode(x, payload) if payload.is_encoded else x, ids, weights)
 
 
 def measure(group: world.Group, cases: list[Case], iterations: int) -> list[dict[str, list[float]]]:

@@ -19,6 +19,7 @@ enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3
 enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3 };
 enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kNumBadInputs = 2 };
 enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+enum Coding : uint32_t { kPlain = 0, kNvfp4 = 1, kMxfp4 = 2, kFp8 = 3, kMxfp8 = 4 };  // how values are encoded
 
 // Memory of one rank and channel that no peer sees; at the start of the channel's state. Kernels of the channel's
 // stream order read and write it; the host writes the two deadlines only.
@@ -124,27 +125,31 @@ struct OutboxParams {
   uint32_t num_ctas;
   uint32_t num_threads;
   uint32_t hidden;
-  uint32_t number;         // enum Number: of an outbox row and of `rows` / `out`
+  uint32_t number;         // enum Number: of `rows` / `out`, and of an outbox row that is not encoded
   uint32_t num_rows;       // combine: T, rows of `out`
   uint64_t outbox_offset;  // [source rank, max_tokens, outbox_row_bytes] in a channel
   uint32_t outbox_row_bytes;
-  uint32_t reserved;
-  const void* rows;  // stage: [num_ranks, max_tokens, hidden]
-  void* out;         // combine: [T, hidden]
+  uint32_t coding;            // enum Coding: of an outbox row, whose codes come first
+  uint32_t scales_offset;     // in an encoded row: its scales, a multiple of 4
+  uint32_t row_scale_offset;  // in an encoded row: the fp32 scale of the whole row, if the coding has one
+  const void* rows;           // stage: [num_ranks, max_tokens, hidden]
+  void* out;                  // combine: [T, hidden]
   Channel channel;
 };
 
-struct Nvfp4Params {
+struct QuantParams {
   uint32_t struct_bytes;
   uint32_t number;  // enum Number: of `values`
+  uint32_t coding;  // enum Coding, not kPlain
   uint32_t num_rows;
-  uint32_t hidden;        // a multiple of 16
+  uint32_t hidden;        // a multiple of the coding's block
   uint32_t given_scale;   // encode: 1 = `global_scale` is read, 0 = it is computed and written
   uint32_t scale_stride;  // floats from a row's global scale to the next; 0 = one for all rows
-  void* values;           // [num_rows, hidden]: encode reads, decode writes
-  uint8_t* packed;        // [num_rows, hidden / 2] low nibble first
-  uint8_t* scales;        // [num_rows, hidden / 16] e4m3
-  float* global_scale;
+  uint32_t reserved;
+  void* values;         // [num_rows, hidden]: encode reads, decode writes
+  uint8_t* codes;       // [num_rows, hidden / 2] e2m1, low nibble first, or [num_rows, hidden] e4m3
+  void* scales;         // [num_rows, hidden / block] e4m3, ue8m0 or fp32
+  float* global_scale;  // where the coding has one
 };
 
 EP_A2A_API int ep_a2a_dispatch_send(const DispatchParams* params, void* stream);
@@ -152,8 +157,8 @@ EP_A2A_API int ep_a2a_wait(const WaitParams* params, void* stream);
 EP_A2A_API int ep_a2a_end_signal(const WaitParams* params, void* stream);
 EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);
-EP_A2A_API int ep_a2a_nvfp4_encode(const Nvfp4Params* params, void* stream);
-EP_A2A_API int ep_a2a_nvfp4_decode(const Nvfp4Params* params, void* stream);
+EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
+EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
 EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"
 EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 

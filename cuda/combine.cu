@@ -1,12 +1,14 @@
 // combine.cu: the end of a round. Results go from the experts' outboxes back to the tokens' sources, or a release.
 //
-//   stage    copies rows that a caller holds elsewhere into the outbox
+//   stage    copies rows that a caller holds elsewhere into the outbox, or encodes them into it
 //   signal   tells every peer that this rank's outbox is ready (or that the round is released)
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
 //
+// An encoded outbox row holds codes, scales and the row's own scale, at offsets of layout.py, in words of 4 bytes.
+//
 // Reads: outboxes of peers, from the end of the combine wait until the peer's next dispatch wait ends (sync.cuh).
-#include "fp4.cuh"
+#include "codec.cuh"
 #include "rows.cuh"
 
 namespace {
@@ -30,6 +32,43 @@ __global__ void outbox_stage_kernel(const __grid_constant__ OutboxParams p) {
       for (uint32_t v = threadIdx.x; v < row_bytes / kVectorBytes; v += blockDim.x) {
         st_vector(to + v * kVectorBytes, ld_vector(from + v * kVectorBytes));
       }
+    }
+  }
+}
+
+// The same with a warp for each token, which encodes the row.
+template <class C, Number kNumber>
+__global__ void outbox_encode_kernel(const __grid_constant__ OutboxParams p) {
+  const Channel& c = p.channel;
+  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  const uint32_t warps = blockDim.x / kLanes, lane = threadIdx.x % kLanes;
+  for (uint32_t source = 0; source < c.num_ranks; ++source) {
+    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    for (uint32_t token = blockIdx.x * warps + threadIdx.x / kLanes; token < num_tokens; token += gridDim.x * warps) {
+      if (!row_is_valid(c, source, token)) continue;
+      const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
+      const void* from = static_cast<const char*>(p.rows) + row * p.hidden * number_bytes(kNumber);
+      char* to = row_at(c, c.rank, p.outbox_offset, p.outbox_row_bytes, source, token);
+      uint32_t* codes = reinterpret_cast<uint32_t*>(to);
+      uint32_t* scales = reinterpret_cast<uint32_t*>(to + p.scales_offset);
+      float row_scale = 1.0f;
+      if constexpr (C::kRowScale) {
+        row_scale = row_scale_warp<C, kNumber>(from, p.hidden);
+        if (lane == 0) st_word(reinterpret_cast<uint32_t*>(to + p.row_scale_offset), float_to_bits(row_scale));
+      }
+      const auto store = [&](uint32_t group, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
+        constexpr uint32_t kScales = 4 / C::kScaleBytes, kWordLanes = kScales * C::kBlockLanes;
+        uint32_t word = kScales == 1 ? scale : 0;  // scales of neighbouring blocks share a word
+        for (uint32_t i = 0; i < kScales && kScales > 1; ++i) {
+          word |= __shfl_sync(kAllLanes, is_inside ? scale : 0, lane / kWordLanes * kWordLanes + i * C::kBlockLanes)
+                  << 8 * i;
+        }
+        if (!is_inside) return;
+#pragma unroll
+        for (int w = 0; w < C::kCodeWords; ++w) st_word(codes + group * C::kCodeWords + w, words[w]);
+        if (group % kWordLanes == 0) st_word(scales + group / kWordLanes, word);
+      };
+      encode_row_warp<C, kNumber>(from, p.hidden, row_scale, store);
     }
   }
 }
@@ -77,18 +116,33 @@ __global__ void wait_kernel(const __grid_constant__ WaitParams p) {
   }
 }
 
-constexpr int kGroup = 8;  // values that a thread sums at once
-
-// Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer wrote.
+// Values [8 v, 8 v + 8) of an outbox row as fp32, from memory that a peer wrote.
 template <Number kNumber>
-__device__ __forceinline__ void ld_group(const char* row, uint32_t v, float (&values)[kGroup]) {
-  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
+struct PlainRow {
+  static __device__ __forceinline__ void load(const OutboxParams&, const char* row, uint32_t v,
+                                              float (&values)[kGroup]) {
+    constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
 #pragma unroll
-  for (int i = 0; i < kGroup / kPerVector; ++i) {
-    const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
-    unpack<kNumber>(vector, values + i * kPerVector);
+    for (int i = 0; i < kGroup / kPerVector; ++i) {
+      const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
+      unpack<kNumber>(vector, values + i * kPerVector);
+    }
   }
-}
+};
+template <class C>
+struct EncodedRow {
+  static __device__ __forceinline__ void load(const OutboxParams& p, const char* row, uint32_t v,
+                                              float (&values)[kGroup]) {
+    uint32_t words[C::kCodeWords];
+#pragma unroll
+    for (int w = 0; w < C::kCodeWords; ++w) words[w] = ld_word(row + (v * C::kCodeWords + w) * 4);
+    const uint32_t at = v / C::kBlockLanes * C::kScaleBytes;
+    const uint32_t word = ld_word(row + p.scales_offset + at / 4 * 4);
+    const uint32_t scale = C::kScaleBytes == 4 ? word : word >> 8 * (at % 4) & 0xffu;
+    const float row_scale = C::kRowScale ? bits_to_float(ld_word(row + p.row_scale_offset)) : 1.0f;
+    C::decode(words, scale, row_scale, values);
+  }
+};
 template <Number kNumber>
 __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&values)[kGroup]) {
   constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
@@ -99,7 +153,7 @@ __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&va
   }
 }
 
-template <Number kNumber>
+template <class Row, Number kNumber>
 __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
   const bool alive = c.state->sticky == 0;
@@ -116,7 +170,7 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
       if (has_result) {
         each_rank(token_mask(c, token), c.mask_words, [&](uint32_t rank) {
           float row[kGroup];
-          ld_group<kNumber>(row_at(c, rank, p.outbox_offset, p.outbox_row_bytes, c.rank, token), v, row);
+          Row::load(p, row_at(c, rank, p.outbox_offset, p.outbox_row_bytes, c.rank, token), v, row);
 #pragma unroll
           for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], row[i]);
         });
@@ -130,7 +184,12 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
 }  // namespace
 
 int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
-  return launch(outbox_stage_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+  if (p->coding == kPlain) return launch(outbox_stage_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+  return with_number(p->number, [&](auto number) {
+    constexpr Number kNumber = decltype(number)::value;
+    const auto kernel = p->coding == kNvfp4 ? outbox_encode_kernel<Nvfp4, kNumber> : outbox_encode_kernel<Fp8, kNumber>;
+    return launch(kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+  });
 }
 
 int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }
@@ -138,9 +197,11 @@ int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_sig
 int ep_a2a_wait(const WaitParams* p, void* stream) { return launch(wait_kernel, 1, kLanes, 0, stream, *p); }
 
 int ep_a2a_combine_pull(const OutboxParams* p, void* stream) {
-  switch (p->number) {
-    case kBf16: return launch(combine_pull_kernel<kBf16>, p->num_ctas, p->num_threads, 0, stream, *p);
-    case kFp16: return launch(combine_pull_kernel<kFp16>, p->num_ctas, p->num_threads, 0, stream, *p);
-    default: return launch(combine_pull_kernel<kFp32>, p->num_ctas, p->num_threads, 0, stream, *p);
-  }
+  const auto pull = [&](auto kernel) { return launch(kernel, p->num_ctas, p->num_threads, 0, stream, *p); };
+  if (p->coding == kNvfp4) return pull(combine_pull_kernel<EncodedRow<Nvfp4>, kBf16>);
+  if (p->coding == kFp8) return pull(combine_pull_kernel<EncodedRow<Fp8>, kBf16>);
+  return with_number(p->number, [&](auto number) {
+    constexpr Number kNumber = decltype(number)::value;
+    return pull(combine_pull_kernel<PlainRow<kNumber>, kNumber>);
+  });
 }

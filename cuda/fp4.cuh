@@ -1,12 +1,14 @@
 // fp4.cuh: small floating-point numbers as bits. The same integer steps run on a GPU and a CPU, so bits are equal.
 //
 // e2m1: s eem, magnitudes 0 0.5 1 1.5 2 3 4 6.  e4m3: s eeee mmm, bias 7, no infinity, 0x7f is NaN, largest 448.
+// ue8m0: 2^(bits - 127), 0xff is NaN.
 // All conversions round to nearest, ties to even.
 #pragma once
 
 #include "ptx.cuh"
 
 constexpr uint32_t kE4m3Nan = 0x7f;
+constexpr uint32_t kUe8m0Nan = 0xff;
 constexpr float kE2m1Max = 6.0f;
 constexpr float kE4m3Max = 448.0f;
 
@@ -68,6 +70,17 @@ __device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
     return bits_to_float(sign | float_to_bits(magnitude));
   }
   return bits_to_float(sign | (exponent + 120) << 23 | mantissa << 20);
+}
+
+// The same of a finite value of either sign.
+__device__ __forceinline__ uint32_t float_to_e4m3_signed(float value) {
+  const uint32_t bits = float_to_bits(value);
+  return (bits >> 24 & 0x80u) | float_to_e4m3(bits_to_float(bits & 0x7fffffffu));
+}
+
+__device__ __forceinline__ float ue8m0_to_float(uint32_t bits) {
+  if (bits == kUe8m0Nan) return bits_to_float(0x7fc00000u);
+  return bits_to_float(bits ? bits << 23 : 0x00400000u);  // 2^-127 is subnormal
 }
 
 // e2m1 code of a value, saturating at 6. The eight magnitudes are multiples of 0.5 below 2, of 1 below 4, then 4, 6.

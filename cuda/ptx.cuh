@@ -56,6 +56,11 @@ __device__ __forceinline__ void st_vector(void* p, const Vector& v) {
                "r"(v.words[3])
                : "memory");
 }
+__device__ __forceinline__ uint32_t ld_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ void st_word(uint32_t* p, uint32_t v) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -112,6 +117,10 @@ inline Vector ld_vector(const void* p) {
 inline void st_vector(void* p, const Vector& v) {
   simt::point(simt::Point::kRowStore);
   *static_cast<Vector*>(p) = v;
+}
+inline uint32_t ld_word(const void* p) {
+  simt::point(simt::Point::kRowLoad);
+  return *static_cast<const uint32_t*>(p);
 }
 inline void st_word(uint32_t* p, uint32_t v) {
   simt::point(simt::Point::kRowStore);

@@ -1,25 +1,13 @@
-// quant.cu: NVFP4. value = e2m1 code * e4m3 scale of its 16-value block * fp32 scale of its row.
+// quant.cu: rows to NVFP4, MXFP4, FP8 or MXFP8 and back, one warp a row. What a code and a scale are: codec.cuh.
 //
-//   encode   one warp a row: the row's scale from its largest finite value unless given, then a block a lane:
-//            scale = e4m3(amax / 6 / row scale), code = e2m1(x * (1 / row scale / scale)); every step is one rounding
-//   decode   (code * scale), exact in fp32, times the row's scale
-//
-// A block with a NaN or an infinity gets a NaN scale and zero codes, so that it shows downstream.
-#include "fp4.cuh"
-#include "sync.cuh"
+//   encode   the row's scale from its largest finite value unless given, then 8 values a lane
+//   decode   code * block scale, then times the row's scale; the result rounded to the values' type
+#include "codec.cuh"
 
 namespace {
 
-constexpr int kBlock = 16;
 constexpr unsigned kWarpsPerCta = 4;
-constexpr float kRowScaleMin = 0x1p-100f;  // keeps 1 / row scale / scale finite
 
-template <Number kNumber>
-__device__ __forceinline__ float ld_value(const void* values, uint64_t index) {
-  if constexpr (kNumber == kFp32) return static_cast<const float*>(values)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[index];
-  return kNumber == kBf16 ? bf16_to_float(bits) : fp16_to_float(bits);
-}
 template <Number kNumber>
 __device__ __forceinline__ void st_value(void* values, uint64_t index, float value) {
   if constexpr (kNumber == kFp32) {
@@ -29,87 +17,77 @@ __device__ __forceinline__ void st_value(void* values, uint64_t index, float val
   }
 }
 
-__device__ __forceinline__ uint32_t magnitude_bits(float value) { return float_to_bits(value) & 0x7fffffffu; }
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-
-// Largest finite magnitude of a row's values, as bits (they order as the values do), in all lanes.
-template <Number kNumber>
-__device__ float row_amax_warp(const Nvfp4Params& p, uint64_t row_start) {
-  uint32_t amax = 0;
-  for (uint32_t i = threadIdx.x % kLanes; i < p.hidden; i += kLanes) {
-    const uint32_t magnitude = magnitude_bits(ld_value<kNumber>(p.values, row_start + i));
-    if (magnitude < kInfinityBits && magnitude > amax) amax = magnitude;
-  }
-  for (int step = 16; step > 0; step /= 2) {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, amax, step);
-    amax = other > amax ? other : amax;
-  }
-  return bits_to_float(amax);
-}
-
-__device__ __forceinline__ float row_scale(float amax) {
-  if (amax == 0.0f) return 1.0f;
-  const float scale = div_rn(amax, kE2m1Max * kE4m3Max);
-  return scale > kRowScaleMin ? scale : kRowScaleMin;
-}
-
-// Encodes one block: its scale byte, and its 16 codes as 8 bytes.
-template <Number kNumber>
-__device__ void encode_block(const Nvfp4Params& p, uint64_t block, float global_scale) {
-  float values[kBlock];
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    values[i] = ld_value<kNumber>(p.values, block * kBlock + i);
-    const uint32_t magnitude = magnitude_bits(values[i]);
-    amax = magnitude > amax ? magnitude : amax;
-  }
-  const bool finite = amax < kInfinityBits;
-  const uint32_t scale = finite ? float_to_e4m3(div_rn(div_rn(bits_to_float(amax), kE2m1Max), global_scale)) : kE4m3Nan;
-  p.scales[block] = static_cast<uint8_t>(scale);
-  const bool has_codes = finite && scale != 0;
-  const float reciprocal = has_codes ? div_rn(div_rn(1.0f, global_scale), e4m3_to_float(scale)) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < kBlock / 2; ++i) {
-    const uint32_t low = has_codes ? float_to_e2m1(mul_rn(values[2 * i], reciprocal)) : 0;
-    const uint32_t high = has_codes ? float_to_e2m1(mul_rn(values[2 * i + 1], reciprocal)) : 0;
-    p.packed[block * (kBlock / 2) + i] = static_cast<uint8_t>(low | high << 4);
-  }
-}
-
-template <Number kNumber>
-__global__ void nvfp4_encode_kernel(const __grid_constant__ Nvfp4Params p) {
+template <class C, Number kNumber>
+__global__ void encode_kernel(const __grid_constant__ QuantParams p) {
   const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * kWarpsPerCta;
-  const uint32_t blocks = p.hidden / kBlock;
+  const uint64_t groups = p.hidden / kGroup;
   for (uint64_t row = blockIdx.x * kWarpsPerCta + threadIdx.x / kLanes; row < p.num_rows; row += warps) {
-    const uint64_t at = row * p.scale_stride;
-    const float global_scale =
-        p.given_scale ? p.global_scale[at] : row_scale(row_amax_warp<kNumber>(p, row * p.hidden));
-    if (!p.given_scale && lane == 0) p.global_scale[at] = global_scale;
-    for (uint32_t b = lane; b < blocks; b += kLanes) encode_block<kNumber>(p, row * blocks + b, global_scale);
-  }
-}
-
-template <Number kNumber>
-__global__ void nvfp4_decode_kernel(const __grid_constant__ Nvfp4Params p) {
-  const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * kWarpsPerCta;
-  const uint32_t blocks = p.hidden / kBlock;
-  for (uint64_t row = blockIdx.x * kWarpsPerCta + threadIdx.x / kLanes; row < p.num_rows; row += warps) {
-    const float global_scale = p.global_scale[row * p.scale_stride];
-    for (uint32_t b = lane; b < blocks; b += kLanes) {
-      const uint64_t block = row * blocks + b;
-      const float scale = e4m3_to_float(p.scales[block]);
+    const void* values = static_cast<const char*>(p.values) + row * p.hidden * number_bytes(kNumber);
+    float row_scale = 1.0f;
+    if constexpr (C::kRowScale) {
+      float& at = p.global_scale[row * p.scale_stride];
+      row_scale = p.given_scale ? at : row_scale_warp<C, kNumber>(values, p.hidden);
+      if (!p.given_scale && lane == 0) at = row_scale;
+    }
+    const auto store = [&](uint32_t in_row, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
+      if (!is_inside) return;
+      const uint64_t group = row * groups + in_row;
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        const uint32_t code = p.packed[block * (kBlock / 2) + i / 2] >> (i % 2 * 4) & 0xfu;
-        st_value<kNumber>(p.values, block * kBlock + i, mul_rn(mul_rn(e2m1_to_float(code), scale), global_scale));
+      for (int w = 0; w < C::kCodeWords; ++w) {
+        reinterpret_cast<uint32_t*>(p.codes)[group * C::kCodeWords + w] = words[w];
       }
+      if (group % C::kBlockLanes != 0) return;
+      const uint64_t block = group / C::kBlockLanes;
+      if constexpr (C::kScaleBytes == 4) {
+        static_cast<uint32_t*>(p.scales)[block] = scale;
+      } else {
+        static_cast<uint8_t*>(p.scales)[block] = static_cast<uint8_t>(scale);
+      }
+    };
+    encode_row_warp<C, kNumber>(values, p.hidden, row_scale, store);
+  }
+}
+
+template <class C, Number kNumber>
+__global__ void decode_kernel(const __grid_constant__ QuantParams p) {
+  constexpr int kCodeBytes = 4 * C::kCodeWords;
+  const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * kWarpsPerCta;
+  const uint64_t groups = p.hidden / kGroup;
+  for (uint64_t row = blockIdx.x * kWarpsPerCta + threadIdx.x / kLanes; row < p.num_rows; row += warps) {
+    const float row_scale = C::kRowScale ? p.global_scale[row * p.scale_stride] : 1.0f;
+    for (uint64_t group = row * groups + lane; group < (row + 1) * groups; group += kLanes) {
+      uint32_t words[C::kCodeWords] = {};
+#pragma unroll
+      for (int i = 0; i < kCodeBytes; ++i) {  // by bytes: the codes may start anywhere
+        words[i / 4] |= static_cast<uint32_t>(p.codes[group * kCodeBytes + i]) << 8 * (i % 4);
+      }
+      const uint64_t block = group / C::kBlockLanes;
+      uint32_t scale;
+      if constexpr (C::kScaleBytes == 4) {
+        scale = static_cast<const uint32_t*>(p.scales)[block];
+      } else {
+        scale = static_cast<const uint8_t*>(p.scales)[block];
+      }
+      float values[kGroup];
+      C::decode(words, scale, row_scale, values);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) st_value<kNumber>(p.values, group * kGroup + i, values[i]);
     }
   }
 }
 
+template <class F>
+int with_codec(uint32_t coding, F f) {
+  switch (coding) {
+    case kNvfp4: return f(Nvfp4{});
+    case kMxfp4: return f(Mxfp4{});
+    case kFp8: return f(Fp8{});
+    default: return f(Mxfp8{});
+  }
+}
+
 template <class Kernel>
-int launch_rows(Kernel kernel, const Nvfp4Params& p, void* stream) {
+int launch_rows(Kernel kernel, const QuantParams& p, void* stream) {
   constexpr unsigned kMaxCtas = 1056;
   const unsigned wanted = (p.num_rows + kWarpsPerCta - 1) / kWarpsPerCta;
   if (wanted == 0) return 0;
@@ -118,18 +96,18 @@ int launch_rows(Kernel kernel, const Nvfp4Params& p, void* stream) {
 
 }  // namespace
 
-int ep_a2a_nvfp4_encode(const Nvfp4Params* p, void* stream) {
-  switch (p->number) {
-    case kBf16: return launch_rows(nvfp4_encode_kernel<kBf16>, *p, stream);
-    case kFp16: return launch_rows(nvfp4_encode_kernel<kFp16>, *p, stream);
-    default: return launch_rows(nvfp4_encode_kernel<kFp32>, *p, stream);
-  }
+int ep_a2a_quant_encode(const QuantParams* p, void* stream) {
+  return with_codec(p->coding, [&](auto codec) {
+    return with_number(p->number, [&](auto number) {
+      return launch_rows(encode_kernel<decltype(codec), decltype(number)::value>, *p, stream);
+    });
+  });
 }
 
-int ep_a2a_nvfp4_decode(const Nvfp4Params* p, void* stream) {
-  switch (p->number) {
-    case kBf16: return launch_rows(nvfp4_decode_kernel<kBf16>, *p, stream);
-    case kFp16: return launch_rows(nvfp4_decode_kernel<kFp16>, *p, stream);
-    default: return launch_rows(nvfp4_decode_kernel<kFp32>, *p, stream);
-  }
+int ep_a2a_quant_decode(const QuantParams* p, void* stream) {
+  return with_codec(p->coding, [&](auto codec) {
+    return with_number(p->number, [&](auto number) {
+      return launch_rows(decode_kernel<decltype(codec), decltype(number)::value>, *p, stream);
+    });
+  });
 }

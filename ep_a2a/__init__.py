@@ -49,7 +49,7 @@ from ep_a2a.errors import (
     StickyError,
     SymmetricMemoryError,
 )
-from ep_a2a.layout import BF16, FP16, FP32, NVFP4, Format, phased_split
+from ep_a2a.layout import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, Format, phased_split
 from ep_a2a.world import LocalRank, LocalWorld, local
 
 __version__ = "0.1.0"
@@ -57,8 +57,11 @@ __version__ = "0.1.0"
 __all__ = [
     "A2A",
     "BF16",
+    "FP8",
     "FP16",
     "FP32",
+    "MXFP4",
+    "MXFP8",
     "NVFP4",
     "ChannelMisuse",
     "ClosedError",

@@ -101,10 +101,23 @@ class A2A:
         """Where results of received rows go, [num_ranks, max_tokens, H] in `config.combine`'s dtype, as a view.
 
         Local. This rank's to write from the end of its dispatch wait to its combine call, at valid rows; results that
-        were written there need no copy: `combine(a2a, handle)`. Raises ClosedError, ValueError, a sticky error.
+        were written there need no copy: `combine(a2a, handle)`. Raises ClosedError, ValueError, also where
+        `config.combine` is encoded, a sticky error.
         """
         self._check_alive()
-        return self._channel(channel).outbox
+        outbox = self._channel(channel).outbox
+        if outbox is None:
+            raise ValueError(f"{self.config.combine} outbox rows are encoded by combine: give it the results as rows=")
+        return outbox
+
+    def scratch(self, channel: int = 0) -> torch.Tensor:
+        """Where results may go if combine encodes them, to be given to it as `rows`: bf16 [num_ranks, max_tokens, H].
+
+        Local. One for each channel, for all layers; from torch's allocator at the first call. This rank's to write
+        from one combine call to the next. Raises ClosedError, ValueError, a sticky error.
+        """
+        self._check_alive()
+        return self._channel(channel).scratch
 
     def check(self) -> None:
         """Raise what went wrong so far on the device. Local; no synchronisation, under a microsecond.
@@ -262,9 +275,9 @@ def dispatch(
     Collective: every rank, once per round of a channel, with 0 to `max_tokens` rows, T of which may differ. Runs on
     the current stream. Inputs may be reused by later work on that stream.
 
-    x             [T, H] bf16, fp16 or fp32 (encoded to the payload format), or for NVFP4 `(packed, scales)` or
-                  `(packed, scales, global_scale)`: uint8 [T, H/2] low nibble first, float8_e4m3fn [T, H/16], fp32
-                  [] or [T]; without the last one it is 1
+    x             [T, H] bf16, fp16 or fp32 (encoded to the payload format), or that format's own planes, as
+                  `quant.encode` returns them: `(rows, scales)`, for NVFP4 also `(rows, scales, global_scale)` with
+                  fp32 [] or [T]; without it the global scale is 1
     topk_ids      int32 [T, K] global experts, -1 = none; an id twice in a token counts twice
     topk_weights  fp32 [T, K]
     num_tokens    int32 of one element on the device: rows that count, clamped to [0, T]; None = T
@@ -313,10 +326,14 @@ def combine_begin(
 ) -> PendingCombine:
     """Tell the peers that the outbox is ready, and return; arguments and errors as `combine`. Collective."""
     channel = _check_a2a(a2a)._channel_of(handle)
-    dtype, hidden = a2a.config.combine.columns[0].dtype, a2a.config.hidden
+    combined, hidden = a2a.config.combine, a2a.config.hidden
+    dtype = combined.result_dtype
     if rows is not None:
         shape = (a2a.num_ranks, a2a.config.max_tokens, hidden)
-        _check_vectors("rows", check_tensor("rows", rows, (dtype,), shape, a2a.device))
+        dtypes = tuple(native.NUMBER) if combined.is_encoded else (dtype,)
+        _check_vectors("rows", check_tensor("rows", rows, dtypes, shape, a2a.device))
+    elif combined.is_encoded:
+        raise TypeError(f"rows=None: {combined} outbox rows are encoded by combine: give it the results as rows=")
     if out is None:
         out = torch.empty((handle.num_rows, hidden), dtype=dtype, device=a2a.device)
     else:
@@ -337,8 +354,10 @@ def combine(
 
     handle   of the open round
     rows     [num_ranks, max_tokens, H] in the combine dtype, contiguous, on a multiple of 16 bytes: results at the
-             valid rows; None = they are in `a2a.outbox(channel)` already
-    out      [T, H] in the combine dtype, contiguous, on a multiple of 16 bytes; None = from torch's allocator
+             valid rows; None = they are in `a2a.outbox(channel)` already. Where `config.combine` is encoded: bf16,
+             fp16 or fp32, and not None
+    out      [T, H] in the combine dtype, bf16 where that is encoded, contiguous, on a multiple of 16 bytes; None = from
+             torch's allocator
     Returns  [T, H]; rows past `num_tokens` and tokens that went nowhere are zero; NaN after an abort
     Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout,
              ChannelMisuse, RoundMismatch: for ever

@@ -10,7 +10,7 @@ import torch
 from ep_a2a import native
 from ep_a2a.config import Config
 from ep_a2a.layout import VECTOR_BYTES, Layout
-from ep_a2a.quant import encode_nvfp4
+from ep_a2a.quant import encode
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -111,24 +111,26 @@ Payload = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]  # columns, and t
 
 
 def _encode(config: Config, x: torch.Tensor) -> Payload:
-    if not config.payload.row_scale:
-        return (x.to(config.payload.columns[0].dtype),), None
-    packed, scales, global_scale = encode_nvfp4(x)
-    return (packed, scales), global_scale
+    planes = encode(x, config.payload)
+    return planes[: len(config.payload.columns)], planes[-1] if config.payload.row_scale else None
 
 
 def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) -> Payload:
     """The columns of rows that came encoded; rows in full precision are only checked."""
+    payload = config.payload
     if isinstance(x, torch.Tensor):
         return (check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device),), None
-    if not config.payload.row_scale:
-        raise TypeError(f"x is a {type(x).__name__}: {config.payload} rows are one tensor")
-    if not isinstance(x, tuple) or len(x) not in (2, 3):
-        raise TypeError("x must be a tensor, (packed, scales) or (packed, scales, global_scale)")
+    if not payload.is_encoded:
+        raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
+    names = payload.plane_names
+    if not isinstance(x, tuple) or len(x) not in (len(payload.columns), len(names)):
+        raise TypeError(f"x must be a tensor, or for {payload} a tuple ({', '.join(names)})")
     columns = []
-    for tensor, column in zip(x, config.payload.columns):
+    for tensor, column in zip(x, payload.columns):
         width = config.hidden // column.hidden_per_element
         columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), (num_rows, width), device))
+    if not payload.row_scale:
+        return tuple(columns), None
     given = x[2] if len(x) == 3 else torch.ones((), dtype=torch.float32, device=device)
     if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dim() == 1 and num_rows != 1:
         given = given[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,9 +50,16 @@ class Channel:
         self._status = native.Status()
         self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
         self.received = received_views(a2a, layout, config.payload, config.hidden, region, self._state)
-        self.outbox = outbox_view(layout, config.combine, config.hidden, region)
+        self.outbox = None if config.combine.is_encoded else outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
         self._make_params()
+
+    @cached_property
+    def scratch(self) -> torch.Tensor:
+        """Rows [source rank, max_tokens, H] in bf16 for results that combine encodes."""
+        config = self._a2a.config
+        shape = self._a2a.num_ranks, config.max_tokens, config.hidden
+        return torch.empty(shape, dtype=torch.bfloat16, device=self._a2a.device)
 
     def _start_state(self) -> None:
         config, state = self._a2a.config, native.ChannelState()
@@ -94,11 +102,13 @@ class Channel:
         }
         self._outbox_params = params(
             native.OutboxParams,
-            num_threads=_layout.copy_threads(layout.outbox_row_bytes),
+            num_threads=_layout.copy_threads(layout.outbox_row.row_bytes),
             hidden=config.hidden,
-            number=native.NUMBER[self.outbox.dtype],
             outbox_offset=layout.outbox_offset,
-            outbox_row_bytes=layout.outbox_row_bytes,
+            outbox_row_bytes=layout.outbox_row.row_bytes,
+            coding=native.CODING.get(config.combine, 0),
+            scales_offset=layout.outbox_row.scales_offset,
+            row_scale_offset=layout.outbox_row.row_scale_offset,
         )
 
     def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
@@ -172,8 +182,9 @@ class Channel:
             self.raise_if_known()
 
     def stage_rows(self, rows: torch.Tensor) -> None:
-        """Copy the valid ones of `rows` into the outbox."""
+        """Copy or encode the valid ones of `rows` into the outbox."""
         self._outbox_params.rows = rows.data_ptr()
+        self._outbox_params.number = native.NUMBER[rows.dtype]
         self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
         self._library.outbox_stage(self._outbox_params, self._stream())
 
@@ -185,6 +196,7 @@ class Channel:
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""
         self._outbox_params.out = out.data_ptr()
+        self._outbox_params.number = native.NUMBER[out.dtype]
         self._outbox_params.num_rows = out.shape[0]
         self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
         self._library.combine_pull(self._outbox_params, self._stream())

@@ -28,10 +28,11 @@ class Config:
 
     num_experts      global number of experts; rank r owns a contiguous run of them
     top_k            experts per token, 1 to 32
-    hidden           values per token; a multiple of what the formats need (NVFP4: 16)
+    hidden           values per token; a multiple of what both formats need: NVFP4 16, MXFP4 and MXFP8 32, FP8 128
     max_tokens       the most tokens one rank may dispatch in a round
-    payload          format in which tokens travel: NVFP4 or BF16
-    combine          format in which results travel back: BF16, FP16 or FP32
+    payload          format in which tokens travel: NVFP4, MXFP4, FP8, MXFP8, BF16 or FP16
+    combine          format in which results travel back: BF16, FP16 or FP32; FP8 or NVFP4, which combine encodes,
+                     adds up in fp32 and returns as bf16 (`testing.coding_error` bounds what that costs)
     extra_planes     bytes per token of up to four opaque extra planes
     channels         rounds that may be open at the same time
     num_sms          upper bound on the CTAs of a kernel, None = the library's choice

@@ -6,6 +6,7 @@ rank, peer      a process (or thread) of the expert-parallel group; another one 
 expert          a global id in [0, num_experts); each rank owns a contiguous run of them
 token, row      a line of `x` on its source rank; the same line where it was received
 plane           one column of what travels for a token (activations, scales, ids, weights, extras)
+encoded         values as codes of 4 or 8 bits and scales of their blocks
 region          the symmetric memory of one rank; a channel is an independent set of planes, flags and epoch in it
 outbox          the plane into which experts put results and from which the sources fetch them
 state           memory of one rank and channel that no peer ever sees
@@ -58,29 +59,51 @@ class Column:
 
 @dataclass(frozen=True)
 class Format:
-    """How a token's values are stored: a list of planes, and whether a fp32 scale of the whole row follows the ids."""
+    """How a token's values are stored: a list of planes, and whether a fp32 scale of the whole row follows the ids.
+
+    One column holds the values as they are; two hold codes and the scales of their blocks (`cuda/codec.cuh`).
+    """
 
     name: str
     columns: tuple[Column, ...]
     hidden_multiple: int
     row_scale: bool = False
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether codes and scales stand for the values."""
+        return len(self.columns) > 1
+
+    @property
+    def plane_names(self) -> tuple[str, ...]:
+        """The planes that hold values: "rows", then "scales" and "global_scale" where the format has them."""
+        return (*(column.name for column in self.columns), *(("global_scale",) if self.row_scale else ()))
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of what combine returns."""
+        return torch.bfloat16 if self.is_encoded else self.columns[0].dtype
+
     def __repr__(self) -> str:
         return self.name
 
 
-NVFP4 = Format(
-    name="NVFP4",
-    columns=(Column("rows", torch.uint8, 2), Column("scales", torch.float8_e4m3fn, 16)),
-    hidden_multiple=16,
-    row_scale=True,
-)
+def _encoded(name: str, codes: torch.dtype, scales: torch.dtype, block: int, row_scale: bool = False) -> Format:
+    """A format of codes, two to a uint8, and a scale for each block."""
+    columns = Column("rows", codes, 2 if codes == torch.uint8 else 1), Column("scales", scales, block)
+    return Format(name, columns, block, row_scale)
+
+
+NVFP4 = _encoded("NVFP4", torch.uint8, torch.float8_e4m3fn, 16, row_scale=True)
+MXFP4 = _encoded("MXFP4", torch.uint8, torch.float8_e8m0fnu, 32)
+FP8 = _encoded("FP8", torch.float8_e4m3fn, torch.float32, 128)
+MXFP8 = _encoded("MXFP8", torch.float8_e4m3fn, torch.float8_e8m0fnu, 32)
 BF16 = Format(name="BF16", columns=(Column("rows", torch.bfloat16, 1),), hidden_multiple=8)
 FP16 = Format(name="FP16", columns=(Column("rows", torch.float16, 1),), hidden_multiple=8)
 FP32 = Format(name="FP32", columns=(Column("rows", torch.float32, 1),), hidden_multiple=8)
 
-PAYLOAD_FORMATS = (NVFP4, BF16)
-COMBINE_FORMATS = (BF16, FP16, FP32)
+PAYLOAD_FORMATS = (NVFP4, MXFP4, FP8, MXFP8, BF16, FP16)
+COMBINE_FORMATS = (BF16, FP16, FP32, FP8, NVFP4)
 
 
 class Shape(Protocol):
@@ -137,6 +160,28 @@ def planes(payload: Format, hidden: int, top_k: int, extra_planes: Sequence[int]
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class OutboxRow:
+    """Where a row of the outbox holds what: its values or codes from 0, then scales, then the fp32 scale of the row.
+
+    Both offsets are multiples of 4, and 0 where the format has no such part.
+    """
+
+    scales_offset: int
+    row_scale_offset: int
+    row_bytes: int
+
+
+def outbox_row(combine: Format, hidden: int) -> OutboxRow:
+    """The layout of an outbox row."""
+    offsets, end = [0, 0], 0
+    for i, column in enumerate(combine.columns):
+        offsets[i] = end
+        end = round_up(end + hidden // column.hidden_per_element * column.dtype.itemsize, 4)
+    row_scale = end * combine.row_scale
+    return OutboxRow(offsets[1], row_scale, round_up(end + 4 * combine.row_scale, SECTOR_BYTES))
+
+
 # ---- experts and ranks -------------------------------------------------------------------------------------------
 
 
@@ -169,8 +214,8 @@ class Layout:
     abort_words_offset: int  # u64 [source rank]
     bitmap_offset: int  # u32 [source rank, bitmap_words]
     bitmap_words: int
-    outbox_offset: int  # [source rank, max_tokens, outbox_row_bytes]
-    outbox_row_bytes: int
+    outbox_offset: int  # [source rank, max_tokens, outbox_row.row_bytes]
+    outbox_row: OutboxRow
     channel_bytes: int
     region_bytes: int
     source_counts_offset: int  # in the state: i32 [source rank]
@@ -203,8 +248,8 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
     bitmap_words = -(-shape.max_tokens // 32)
     bitmap = take(4 * num_ranks * bitmap_words)
     plane_offsets = tuple(take(rows * plane.row_bytes) for plane in found)
-    outbox_row_bytes = round_up(shape.hidden * shape.combine.columns[0].dtype.itemsize, SECTOR_BYTES)
-    outbox = take(rows * outbox_row_bytes)
+    result = outbox_row(shape.combine, shape.hidden)
+    outbox = take(rows * result.row_bytes)
     channel_bytes = cursor
 
     mask_words = -(-num_ranks // 32)
@@ -222,7 +267,7 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         bitmap_offset=bitmap,
         bitmap_words=bitmap_words,
         outbox_offset=outbox,
-        outbox_row_bytes=outbox_row_bytes,
+        outbox_row=result,
         channel_bytes=channel_bytes,
         region_bytes=round_up(shape.channels * channel_bytes, REGION_ALIGN_BYTES),
         source_counts_offset=source_counts,

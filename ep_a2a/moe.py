@@ -47,18 +47,19 @@ class MoELayer:
         num_tokens    int32 on the device, how many of the T tokens count; None = all
         channel       which independent round
 
-        Returns [T, H] in the combine format.
+        Returns [T, H] in the combine format; bf16 where that is encoded.
 
         Raises what `dispatch` and `combine` raise. When the experts raise, the round is released first, so that the
         object can go on where all ranks ended the round alike; a rank that combines meanwhile sees RoundMismatch.
         """
+        rows = self.a2a.scratch(channel) if self.a2a.config.combine.is_encoded else None
         received, handle = api.dispatch(self.a2a, x, topk_ids, topk_weights, num_tokens=num_tokens, channel=channel)
         try:
-            self.experts(received, self.a2a.outbox(channel))
+            self.experts(received, self.a2a.outbox(channel) if rows is None else rows)
         except Exception as error:
             try:
                 api.release(self.a2a, handle)
             except EpError as failed:
                 raise error from failed  # the cause of it all first; a sticky error is raised again by the next call
             raise
-        return api.combine(self.a2a, handle)
+        return api.combine(self.a2a, handle, rows=rows)

@@ -25,13 +25,14 @@ from ep_a2a.errors import (
     RoundMismatch,
     StickyError,
 )
-from ep_a2a.layout import MAX_PLANES
+from ep_a2a.layout import FP8, MAX_PLANES, MXFP4, MXFP8, NVFP4
 
 PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
 _PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH = 1, 2, 3
 NUM_BAD_INPUTS = 2
 NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+CODING = {NVFP4: 1, MXFP4: 2, FP8: 3, MXFP8: 4}  # 0 for the formats that are numbers as they are
 NO_BAD_ROUTING = 2**64 - 1
 
 # ---- the mirror of abi.h: what each field means stands there -----------------------------------------------------
@@ -150,23 +151,27 @@ class OutboxParams(ctypes.Structure):
         ("num_rows", c_uint32),
         ("outbox_offset", c_uint64),
         ("outbox_row_bytes", c_uint32),
-        ("reserved", c_uint32),
+        ("coding", c_uint32),
+        ("scales_offset", c_uint32),
+        ("row_scale_offset", c_uint32),
         ("rows", c_void_p),
         ("out", c_void_p),
         ("channel", Channel),
     ]
 
 
-class Nvfp4Params(ctypes.Structure):
+class QuantParams(ctypes.Structure):
     _fields_ = [
         ("struct_bytes", c_uint32),
         ("number", c_uint32),
+        ("coding", c_uint32),
         ("num_rows", c_uint32),
         ("hidden", c_uint32),
         ("given_scale", c_uint32),
         ("scale_stride", c_uint32),
+        ("reserved", c_uint32),
         ("values", c_void_p),
-        ("packed", c_void_p),
+        ("codes", c_void_p),
         ("scales", c_void_p),
         ("global_scale", c_void_p),
     ]
@@ -182,7 +187,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     DispatchParams,
     WaitParams,
     OutboxParams,
-    Nvfp4Params,
+    QuantParams,
 )
 _LAUNCHERS = (
     "ep_a2a_dispatch_send",
@@ -190,8 +195,8 @@ _LAUNCHERS = (
     "ep_a2a_end_signal",
     "ep_a2a_outbox_stage",
     "ep_a2a_combine_pull",
-    "ep_a2a_nvfp4_encode",
-    "ep_a2a_nvfp4_decode",
+    "ep_a2a_quant_encode",
+    "ep_a2a_quant_decode",
 )
 
 
@@ -244,8 +249,8 @@ class Library:
     end_signal: Callable[[WaitParams, int], None]
     outbox_stage: Callable[[OutboxParams, int], None]
     combine_pull: Callable[[OutboxParams, int], None]
-    nvfp4_encode: Callable[[Nvfp4Params, int], None]
-    nvfp4_decode: Callable[[Nvfp4Params, int], None]
+    quant_encode: Callable[[QuantParams, int], None]
+    quant_decode: Callable[[QuantParams, int], None]
 
     def abi(self) -> dict[str, int]:
         """Size of every struct and offset of every field, as compiled."""

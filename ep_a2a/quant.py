@@ -1,76 +1,118 @@
-"""NVFP4 encode and decode by the kernels of `quant.cu`.
+"""Encode and decode rows by the kernels of `quant.cu`; `cuda/codec.cuh` and docs/design.md say what the numbers are.
 
-value = e2m1 code * e4m3 scale of its 16-value block * fp32 global scale. `ep_a2a.testing` has the same steps in plain
-torch; both give the same bits.
+`ep_a2a.testing` has the same steps in plain torch; both give the same bits. The last functions reorder scales.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ep_a2a import native
-from ep_a2a.layout import NVFP4
+from ep_a2a.layout import Format
 
-__all__ = ["decode_nvfp4", "encode_nvfp4"]
+__all__ = ["decode", "encode", "swizzle_scales", "unswizzle_scales"]
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
 
 
-def encode_nvfp4(
-    values: torch.Tensor, global_scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode rows to NVFP4.
+def encode(values: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Encode rows to the planes of a format.
 
     Local; runs on the current stream; may be captured in a graph (the results come from torch's allocator).
 
-    values        [..., H] bf16, fp16 or fp32, contiguous, H a multiple of 16
-    global_scale  fp32, one for all rows ([] or [1]) or one for each ([...]); None = from each row's largest value
-    Returns       packed uint8 [..., H/2], low nibble first; scales float8_e4m3fn [..., H/16]; global scale fp32 [...]
-                  (as given, if it was given). A block with a NaN or an infinity has a NaN scale and zero codes
+    values        [..., H] bf16, fp16 or fp32, contiguous, H a multiple of `fmt.hidden_multiple`
+    global_scale  NVFP4: fp32, one for all rows ([] or [1]) or each ([...]); None = from each row's largest value
+    Returns       (rows, scales) or, NVFP4, (rows, scales, global_scale [...], as given if it was given): [..., columns]
+                  in the dtypes of `fmt.columns`. A block with a NaN or an infinity has a NaN scale and zero codes.
+                  (rows,) rounded to the dtype, for a format that does not encode
     Raises        TypeError, ValueError
     """
-    _check_values(values)
+    _check_values(values, fmt)
+    if not fmt.is_encoded:
+        return (values.to(fmt.columns[0].dtype),)
     *outer, hidden = values.shape
-    rows = values.numel() // hidden
-    packed = values.new_empty((*outer, hidden // 2), dtype=torch.uint8)
-    scales = values.new_empty((*outer, hidden // 16), dtype=torch.float8_e4m3fn)
+    planes = [values.new_empty((*outer, hidden // c.hidden_per_element), dtype=c.dtype) for c in fmt.columns]
     given = global_scale is not None
-    if global_scale is None:
-        global_scale = values.new_empty(outer, dtype=torch.float32)
-    params = _params(values, rows, packed, scales, global_scale)
+    if fmt.row_scale:
+        planes.append(values.new_empty(outer, dtype=torch.float32) if global_scale is None else global_scale)
+    elif given:
+        raise ValueError(f"global_scale: {fmt} rows have none")
+    params = _params(values, planes, fmt)
     params.given_scale = int(given)
-    native.load(_kind(values)).nvfp4_encode(params, stream_of(values))
-    return packed, scales, global_scale
+    native.load(_kind(values)).quant_encode(params, stream_of(values))
+    return tuple(planes)
 
 
-def decode_nvfp4(
-    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Decode NVFP4 rows: the exact product of code and block scale, times the global scale, rounded to `dtype`.
+def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode rows: the product of code and block scale, times the global scale if there is one, rounded to `dtype`.
 
     Local; runs on the current stream; may be captured in a graph.
 
-    packed        uint8 [..., H/2]; scales float8_e4m3fn [..., H/16], both contiguous
-    global_scale  fp32, one for all rows ([] or [1]) or one for each ([...])
-    Returns       [..., H] in bf16, fp16 or fp32
-    Raises        TypeError, ValueError
+    planes   as `encode` returns them, contiguous; a global scale is fp32, one for all rows ([] or [1]) or for each
+    Returns  [..., H] in bf16, fp16 or fp32
+    Raises   TypeError, ValueError
     """
     if dtype not in native.NUMBER:
         raise TypeError(f"dtype is {dtype}: bfloat16, float16 or float32 can be decoded to")
-    for name, tensor in (("packed", packed), ("scales", scales)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if packed.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"packed is {packed.dtype} and scales {scales.dtype}: wanted uint8 and float8_e4m3fn")
-    *outer, half = packed.shape
-    hidden = 2 * half
-    if hidden % 16 or tuple(scales.shape) != (*outer, hidden // 16):
-        raise ValueError(f"packed {list(packed.shape)} needs scales {[*outer, hidden // 16]}, not {list(scales.shape)}")
-    if not (packed.is_contiguous() and scales.is_contiguous()):
-        raise ValueError("packed and scales must be contiguous")
-    values = packed.new_empty((*outer, hidden), dtype=dtype)
-    rows = packed.numel() // half if half else 0
-    params = _params(values, rows, packed, scales, global_scale)
-    native.load(_kind(packed)).nvfp4_decode(params, stream_of(packed))
+    if len(planes) != len(fmt.plane_names):
+        raise ValueError(f"{len(planes)} planes: {fmt} has {', '.join(fmt.plane_names)}")
+    for name, plane in zip(fmt.plane_names, planes):
+        _check_is_tensor(name, plane)
+    hidden = planes[0].shape[-1] * fmt.columns[0].hidden_per_element
+    outer = planes[0].shape[:-1]
+    for plane, column in zip(planes, fmt.columns):
+        wanted = (*outer, hidden // column.hidden_per_element)
+        if plane.dtype != column.dtype:
+            raise TypeError(f"{column.name} is {plane.dtype}: {fmt} wants {column.dtype}")
+        if hidden % fmt.hidden_multiple or tuple(plane.shape) != wanted or plane.device != planes[0].device:
+            raise ValueError(
+                f"{column.name} is {list(plane.shape)} on {plane.device}: {fmt} rows {list(planes[0].shape)} on "
+                f"{planes[0].device} want {list(wanted)}, of a multiple of {fmt.hidden_multiple} values"
+            )
+        if not plane.is_contiguous():
+            raise ValueError(f"{column.name} is strided {list(plane.stride())}: it must be contiguous")
+    if not fmt.is_encoded:
+        return planes[0].to(dtype)
+    values = planes[0].new_empty((*outer, hidden), dtype=dtype)
+    native.load(_kind(values)).quant_decode(_params(values, planes, fmt), stream_of(values))
     return values
+
+
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in the order that Blackwell's block-scaled tensor cores take: tiles of 128 rows x 4 scales, 512 bytes.
+
+    Local; current stream; may be captured in a graph. Scale (row, column) lies in tile [row / 128, column / 4] at
+    row % 32 * 16 + row / 32 % 4 * 4 + column % 4. Rows are padded to 128 and columns to 4, with zero bytes.
+
+    scales   [rows, columns] of one byte: the scales of NVFP4, MXFP4 or MXFP8, strided or not
+    Returns  [ceil(rows / 128), ceil(columns / 4), 512] of the same dtype
+    Raises   TypeError, ValueError
+    """
+    if scales.dtype.itemsize != 1:
+        raise TypeError(f"scales are {scales.dtype}: the tile order is for scales of one byte")
+    if scales.dim() != 2:
+        raise ValueError(f"scales are {list(scales.shape)}: wanted [rows, columns]")
+    rows, columns = scales.shape
+    row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    padded = scales.new_zeros((row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS), dtype=torch.uint8)
+    padded[:rows, :columns] = scales.view(torch.uint8)
+    tiles = padded.view(row_tiles, 4, 32, column_tiles, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(row_tiles, column_tiles, TILE_ROWS * TILE_COLUMNS).view(scales.dtype)
+
+
+def unswizzle_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of `swizzle_scales`: [row tiles, column tiles, 512] of one byte -> [rows, columns].
+
+    Local; current stream; may be captured in a graph. Raises ValueError.
+    """
+    wanted = (-(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), TILE_ROWS * TILE_COLUMNS)
+    if tuple(tiles.shape) != wanted:
+        raise ValueError(f"tiles are {list(tiles.shape)}: {rows} rows of {columns} scales make {list(wanted)}")
+    order = tiles.view(torch.uint8).reshape(*wanted[:2], 32, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    padded = order.reshape(wanted[0] * TILE_ROWS, wanted[1] * TILE_COLUMNS)
+    return padded[:rows, :columns].contiguous().view(tiles.dtype)
 
 
 def stream_of(tensor: torch.Tensor) -> int:
@@ -82,39 +124,42 @@ def _kind(tensor: torch.Tensor) -> str:
     return "cuda" if tensor.is_cuda else "host"
 
 
-def _check_values(values: torch.Tensor) -> None:
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"values must be a torch.Tensor, not {type(values).__name__}")
+def _check_is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def _check_values(values: torch.Tensor, fmt: Format) -> None:
+    _check_is_tensor("values", values)
     if values.dtype not in native.NUMBER:
         raise TypeError(f"values are {values.dtype}: bfloat16, float16 or float32 can be encoded")
-    multiple = NVFP4.hidden_multiple
+    multiple = fmt.hidden_multiple
     if values.dim() == 0 or values.shape[-1] == 0 or values.shape[-1] % multiple:
-        raise ValueError(f"values are {list(values.shape)}: the last size must be a multiple of {multiple}")
+        raise ValueError(f"values are {list(values.shape)}: the last size must be a multiple of {multiple} for {fmt}")
     if not values.is_contiguous():
         raise ValueError(f"values are strided {list(values.stride())}: they must be contiguous")
 
 
-def _params(
-    values: torch.Tensor, rows: int, packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor
-) -> native.Nvfp4Params:
-    if not isinstance(global_scale, torch.Tensor):
-        raise TypeError(f"global_scale must be a torch.Tensor, not {type(global_scale).__name__}")
-    if global_scale.dtype != torch.float32 or global_scale.device != values.device:
-        raise TypeError(f"global_scale is {global_scale.dtype} on {global_scale.device}: float32 on {values.device}")
-    per_row = tuple(global_scale.shape) == tuple(values.shape[:-1])
-    if not per_row and global_scale.numel() != 1:
-        raise ValueError(
-            f"global_scale is {list(global_scale.shape)}: one value, or one for each row {list(values.shape[:-1])}"
-        )
-    if per_row and not global_scale.is_contiguous():
-        raise ValueError(f"global_scale is strided {list(global_scale.stride())}: it must be contiguous")
-    params: native.Nvfp4Params = native.with_size(native.Nvfp4Params())
+def _params(values: torch.Tensor, planes: Sequence[torch.Tensor], fmt: Format) -> native.QuantParams:
+    params: native.QuantParams = native.with_size(native.QuantParams())
     params.number = native.NUMBER[values.dtype]
-    params.num_rows = rows
+    params.coding = native.CODING[fmt]
+    params.num_rows = values.numel() // values.shape[-1] if values.numel() else 0
     params.hidden = values.shape[-1]
-    params.scale_stride = int(per_row and global_scale.numel() > 1)
     params.values = values.data_ptr()
-    params.packed = packed.data_ptr()
-    params.scales = scales.data_ptr()
-    params.global_scale = global_scale.data_ptr()
+    params.codes = planes[0].data_ptr()
+    params.scales = planes[1].data_ptr()
+    if fmt.row_scale:
+        scale = planes[2]
+        _check_is_tensor("global_scale", scale)
+        if scale.dtype != torch.float32 or scale.device != values.device:
+            raise TypeError(f"global_scale is {scale.dtype} on {scale.device}: float32 on {values.device}")
+        outer = tuple(values.shape[:-1])
+        per_row = tuple(scale.shape) == outer
+        if not per_row and scale.numel() != 1:
+            raise ValueError(f"global_scale is {list(scale.shape)}: one value, or one for each row {list(outer)}")
+        if per_row and not scale.is_contiguous():
+            raise ValueError(f"global_scale is strided {list(scale.stride())}: it must be contiguous")
+        params.scale_stride = int(per_row and scale.numel() > 1)
+        params.global_scale = scale.data_ptr()
     return params

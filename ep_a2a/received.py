@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_a2a.layout import Format, Layout
+from ep_a2a.quant import swizzle_scales
 
 if TYPE_CHECKING:
     from ep_a2a.api import A2A
@@ -31,8 +32,10 @@ class Received:
     to read from the end of the dispatch wait to its combine or release call; afterwards they hold other rounds' rows.
     They keep the memory, not the round.
 
-    rows          NVFP4: packed uint8 [R, max_tokens, H/2], low nibble first; BF16: bf16 [R, max_tokens, H]
-    scales        NVFP4: float8_e4m3fn [R, max_tokens, H/16]; else None
+    rows          NVFP4, MXFP4: packed uint8 [R, max_tokens, H/2], low nibble first; FP8, MXFP8: float8_e4m3fn
+                  [R, max_tokens, H]; BF16, FP16: that [R, max_tokens, H]
+    scales        NVFP4: float8_e4m3fn [R, max_tokens, H/16]; MXFP4, MXFP8: float8_e8m0fnu [R, max_tokens, H/32];
+                  FP8: fp32 [R, max_tokens, H/128]; else None
     global_scale  NVFP4: fp32 [R, max_tokens]; else None
     ids           int32 [R, max_tokens, K], global experts as the source gave them, other ranks' too
     weights       fp32 [R, max_tokens, K]
@@ -59,6 +62,16 @@ class Received:
         token = torch.arange(max_tokens, device=self.rows.device)
         bits = self._bitmap[:, token // 32] >> (token % 32)
         return (bits & 1).bool() & (token < self.num_tokens[:, None])
+
+    def scales_128x4(self) -> torch.Tensor:
+        """The scales of all rows, source by source, in the tile order of `quant.swizzle_scales`.
+
+        Local; current stream; allocates [ceil(R * max_tokens / 128), ceil(scales of a row / 4), 512]. Tiles hold
+        garbage where rows are not valid. Raises TypeError where the payload has no scales of one byte.
+        """
+        if self.scales is None:
+            raise TypeError(f"{self.payload} rows have no scales")
+        return swizzle_scales(self.scales.flatten(0, 1))
 
 
 def strided(memory: torch.Tensor, dtype: torch.dtype, offset: int, *dims: tuple[int, int]) -> torch.Tensor:
@@ -106,7 +119,7 @@ def received_views(
 
 
 def outbox_view(layout: Layout, combine: Format, hidden: int, memory: torch.Tensor) -> torch.Tensor:
-    """The outbox of one channel, [source rank, max_tokens, H]."""
-    dtype, row_bytes = combine.columns[0].dtype, layout.outbox_row_bytes
+    """The outbox of one channel, [source rank, max_tokens, H], where its rows are not encoded."""
+    dtype, row_bytes = combine.columns[0].dtype, layout.outbox_row.row_bytes
     rows = (layout.num_ranks, layout.max_tokens * row_bytes), (layout.max_tokens, row_bytes)
     return strided(memory, dtype, layout.outbox_offset, *rows, (hidden, dtype.itemsize))

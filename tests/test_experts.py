@@ -18,7 +18,7 @@ from ep_a2a.config import Config
 from ep_a2a.errors import RoundMismatch
 from ep_a2a.experts import ExpertWeights, LocalExperts
 from ep_a2a.experts.plain import expert_product
-from ep_a2a.layout import BF16, FP16, FP32, NVFP4, Format, local_experts
+from ep_a2a.layout import BF16, FP8, FP16, FP32, NVFP4, Format, local_experts
 from ep_a2a.testing import (
     ROUTINGS,
     assert_same_bits,
@@ -341,7 +341,7 @@ def test_experts_refuse_with_the_numbers() -> None:
         LocalExperts(experts.weights, -1)
     received = one_row([0], [1.0], NVFP4)
     received.scales = None
-    with pytest.raises(ValueError, match="need the scales"):
+    with pytest.raises(ValueError, match="NVFP4 rows need the plane scales"):
         run(experts, received)
 
 
@@ -359,8 +359,8 @@ class Calls:
         self.log.append(("dispatch", a2a, x, ids, weights, options))
         return "received", "handle"
 
-    def combine(self, a2a: object, handle: object) -> str:
-        self.log.append(("combine", a2a, handle))
+    def combine(self, a2a: object, handle: object, rows: object) -> str:
+        self.log.append(("combine", a2a, handle, rows))
         return "out"
 
     def release(self, a2a: object, handle: object) -> None:
@@ -369,23 +369,30 @@ class Calls:
             raise self.release_error
 
 
-def layer_with(monkeypatch: pytest.MonkeyPatch, calls: Calls, experts: object) -> tuple[object, object]:
+def layer_with(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, experts: object, combine: Format = BF16
+) -> tuple[object, object]:
     from ep_a2a import moe
 
     monkeypatch.setattr(moe, "api", calls)
-    a2a = SimpleNamespace(outbox=lambda channel: f"outbox {channel}")
+    a2a = SimpleNamespace(config=SimpleNamespace(combine=combine))
+    if combine.is_encoded:
+        a2a.scratch = lambda channel: f"scratch {channel}"
+    else:
+        a2a.outbox = lambda channel: f"outbox {channel}"
     return moe.MoELayer(a2a, experts), a2a
 
 
-def test_layer_dispatches_runs_and_combines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("combine", [BF16, FP8])
+def test_layer_dispatches_runs_and_combines(monkeypatch: pytest.MonkeyPatch, combine: Format) -> None:
     calls = Calls()
-    layer, a2a = layer_with(monkeypatch, calls, lambda *planes: calls.log.append(("experts", *planes)))
+    layer, a2a = layer_with(monkeypatch, calls, lambda *planes: calls.log.append(("experts", *planes)), combine)
     assert layer("x", "ids", "weights", num_tokens="count", channel=3) == "out"
     options = {"num_tokens": "count", "channel": 3}
     assert calls.log == [
         ("dispatch", a2a, "x", "ids", "weights", options),
-        ("experts", "received", "outbox 3"),
-        ("combine", a2a, "handle"),
+        ("experts", "received", "scratch 3" if combine is FP8 else "outbox 3"),
+        ("combine", a2a, "handle", "scratch 3" if combine is FP8 else None),
     ]
 
 

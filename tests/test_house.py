@@ -19,7 +19,7 @@ MAX_LIBRARY_LINES = 9000
 
 # A module may import from its own floor and from those below it. A name stands for all that is inside it.
 FLOORS = [
-    ("config", "layout", "errors", "world", "rendezvous", "testing.nvfp4"),
+    ("config", "layout", "errors", "world", "rendezvous", "testing.nvfp4", "testing.formats"),
     ("symm", "native", "quant"),
     ("api", "arguments", "channel", "received", "experts"),
     ("moe", "ops", "testing"),

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ep_a2a
-from ep_a2a import BF16, FP16, FP32, NVFP4, Config, ConfigMismatch, phased_split
-from ep_a2a.layout import Lanes, NoSplit, PhasedSplit, first_expert, layout, local_experts
+from ep_a2a import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, Config, ConfigMismatch, phased_split
+from ep_a2a.layout import (
+    COMBINE_FORMATS,
+    PAYLOAD_FORMATS,
+    Lanes,
+    NoSplit,
+    PhasedSplit,
+    first_expert,
+    layout,
+    local_experts,
+)
 from tests import bodies
 from tests.bodies import Case
 
@@ -71,7 +80,18 @@ def spans(found):
     yield from ((offset, found.plane_bytes(i)) for i, offset in enumerate(found.plane_offsets))
     yield from ((o, 8 * ranks) for o in (found.dispatch_flags_offset, found.end_flags_offset, found.abort_words_offset))
     yield found.bitmap_offset, 4 * ranks * found.bitmap_words
-    yield found.outbox_offset, ranks * found.max_tokens * found.outbox_row_bytes
+    yield found.outbox_offset, ranks * found.max_tokens * found.outbox_row.row_bytes
+
+
+def assert_outbox_row_holds_all(row, combine, hidden):
+    """Codes, scales and the row's scale lie one behind the other, on whole words."""
+    sizes = [hidden // c.hidden_per_element * c.dtype.itemsize for c in combine.columns]
+    starts = [0, row.scales_offset][: len(sizes)]
+    if combine.row_scale:
+        sizes, starts = [*sizes, 4], [*starts, row.row_scale_offset]
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    assert all(start % 4 == 0 and start >= end for start, end in zip(starts, [0, *ends[:-1]], strict=True))
+    assert ends[-1] <= row.row_bytes < ends[-1] + 32
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,9 +99,9 @@ def spans(found):
     st.integers(1, 128),
     st.integers(1, 5000),
     st.integers(1, 32),
-    st.integers(1, 500).map(lambda n: 16 * n),
-    st.sampled_from([NVFP4, BF16]),
-    st.sampled_from([BF16, FP16, FP32]),
+    st.integers(1, 60).map(lambda n: 128 * n),
+    st.sampled_from(PAYLOAD_FORMATS),
+    st.sampled_from(COMBINE_FORMATS),
     st.lists(st.integers(1, 300), max_size=4),
     st.integers(1, 4),
 )
@@ -102,7 +122,8 @@ def test_nothing_overlaps_and_everything_is_aligned(
     assert found.region_bytes % 4096 == 0 and found.bitmap_words == -(-max_tokens // 32)
     for plane in found.planes:
         assert plane.row_bytes % 32 == 0 and 0 <= plane.row_bytes - plane.source_bytes - plane.tail_bytes < 32
-    assert found.outbox_row_bytes % 32 == 0 and found.outbox_row_bytes >= hidden * combine.columns[0].dtype.itemsize
+    assert found.outbox_row.row_bytes % 32 == 0
+    assert_outbox_row_holds_all(found.outbox_row, combine, hidden)
     assert found.source_counts_offset + 4 * num_ranks <= found.masks_offset
     assert found.masks_offset + 4 * found.mask_words * max_tokens <= found.state_bytes
     assert 32 * found.mask_words >= num_ranks
@@ -190,14 +211,14 @@ def test_phased_split_says_why_not(arguments, reason):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([NVFP4, BF16]),
-    st.integers(1, 500),
+    st.sampled_from(PAYLOAD_FORMATS),
+    st.integers(1, 60),
     st.integers(1, 32),
     st.lists(st.integers(1, 3000), max_size=4),
 )
 def test_a_split_covers_every_plane_and_no_thread_serves_two(payload, blocks, top_k, extra):
-    found = phased_split(payload, 16 * blocks, top_k, 8, extra)
-    shape = config(payload=payload, hidden=16 * blocks, top_k=top_k, extra_planes=tuple(extra))
+    found = phased_split(payload, 128 * blocks, top_k, 8, extra)
+    shape = config(payload=payload, hidden=128 * blocks, top_k=top_k, extra_planes=tuple(extra))
     planes = layout(shape, 8).planes
     if isinstance(found, NoSplit):
         return
@@ -229,7 +250,13 @@ BAD_CONFIG = [
     ({"max_tokens": 2**24}, ValueError, "max_tokens=16777216.*16777215"),
     ({"payload": FP32}, ValueError, "payload=FP32.*NVFP4.*BF16"),
     ({"payload": "NVFP4"}, ValueError, "payload='NVFP4'"),
-    ({"combine": NVFP4}, ValueError, "combine=NVFP4.*BF16.*FP16.*FP32"),
+    ({"combine": MXFP4}, ValueError, "combine=MXFP4.*BF16.*FP16.*FP32.*FP8.*NVFP4"),
+    ({"combine": MXFP8}, ValueError, "combine=MXFP8"),
+    ({"hidden": 2880, "payload": FP8}, ValueError, "hidden=2880.*FP8.*128.*2816 and 2944"),
+    ({"hidden": 2880, "combine": FP8}, ValueError, "hidden=2880.*FP8.*128.*2816 and 2944"),
+    ({"hidden": 528, "payload": MXFP4}, ValueError, "hidden=528.*MXFP4.*32.*512 and 544"),
+    ({"hidden": 528, "payload": MXFP8}, ValueError, "hidden=528.*MXFP8.*32.*512 and 544"),
+    ({"hidden": 516, "payload": FP16}, ValueError, "hidden=516.*FP16.*8.*512 and 520"),
     ({"extra_planes": (1, 2, 3, 4, 5)}, ValueError, r"extra_planes.*\b5\b.*4"),
     ({"extra_planes": (4, 0)}, ValueError, r"extra_planes\[1\].*0"),
     ({"extra_planes": (4.0,)}, TypeError, r"extra_planes\[0\].*float"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ep_a2a
 from ep_a2a import BF16, FP32, NVFP4
-from ep_a2a.quant import decode_nvfp4, encode_nvfp4
+from ep_a2a.quant import decode, encode
 from ep_a2a.testing import assert_same_bits, decode_planes
 from ep_a2a.testing import decode_nvfp4 as reference_decode
 from ep_a2a.testing import encode_nvfp4 as reference_encode
@@ -23,6 +23,14 @@ from tests.bodies import Case
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAN_SCALE = 0x7F
+
+
+def encode_nvfp4(x: Tensor, g: Tensor | None = None) -> tuple[Tensor, ...]:
+    return encode(x, NVFP4, g)
+
+
+def decode_nvfp4(packed: Tensor, scales: Tensor, g: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return decode((packed, scales, g), NVFP4, dtype)
 
 
 def generator(seed: int = 3) -> torch.Generator:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ep_a2a.experts.weights import ExpertWeights
-from ep_a2a.layout import NVFP4, Format
-from ep_a2a.testing.nvfp4 import decode_nvfp4
+from ep_a2a.layout import Format
+from ep_a2a.testing.formats import decode_format
 
 TILE_ROWS = 32
 OUTBOX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,9 +33,9 @@ class Received(Protocol):
     @property
     def hidden(self) -> int: ...
     @property
-    def rows(self) -> Tensor: ...  # NVFP4: uint8 [..., H/2]; BF16: bfloat16 [..., H]
+    def rows(self) -> Tensor: ...  # and scales: [..., H / hidden_per_element] of the payload's columns
     @property
-    def scales(self) -> Tensor | None: ...  # NVFP4: float8_e4m3fn [..., H/16]
+    def scales(self) -> Tensor | None: ...
     @property
     def global_scale(self) -> Tensor | None: ...  # NVFP4: fp32 [...]
     @property
@@ -71,12 +71,14 @@ def run_plain(weights: ExpertWeights, first_expert: int, received: Received, out
 
 def decode_rows(received: Received, valid: Tensor) -> Tensor:
     """The valid rows in fp32, [number of valid rows, H], by source rank, then token. Local."""
-    if received.payload != NVFP4:
-        return received.rows[valid].float()
-    if received.scales is None or received.global_scale is None:
-        raise ValueError("NVFP4 rows need the scales and global_scale planes, got None")
-    scales = received.scales.view(torch.uint8)[valid].view(torch.float8_e4m3fn)
-    return decode_nvfp4(received.rows[valid], scales, received.global_scale[valid])
+    planes = []
+    for name in received.payload.plane_names:
+        plane: Tensor | None = getattr(received, name)
+        if plane is None:
+            raise ValueError(f"{received.payload} rows need the plane {name}, got None")
+        bits = plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane  # torch cannot index all small dtypes
+        planes.append(bits[valid].view(plane.dtype))
+    return decode_format(planes, received.payload)
 
 
 def expert_product(rows: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

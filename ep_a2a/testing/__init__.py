@@ -1,6 +1,8 @@
 """Slow, plain references, routings and tolerances, for the tests of this library and of its users. No kernels.
 
 encode_nvfp4, decode_nvfp4           the definition of the format, bit for bit
+encode_format, decode_format         the same of every payload format
+coding_error                         how far a decoded value can be from the one that was encoded
 payload_planes, decode_planes        rows to the planes of a configuration's payload, and back to values
 destinations                         to which ranks a token goes
 reference_dispatch                   what a rank must hold after dispatch
@@ -20,6 +22,7 @@ from ep_a2a.testing.exchange import (
     reference_combine,
     reference_dispatch,
 )
+from ep_a2a.testing.formats import coding_error, decode_format, encode_format
 from ep_a2a.testing.moe import MoEPart, MoEReference, reference_moe, reference_part, reference_sum
 from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
 from ep_a2a.testing.routing import ROUTINGS, Routing
@@ -32,9 +35,12 @@ __all__ = [
     "Routing",
     "assert_same_bits",
     "assert_within",
+    "coding_error",
+    "decode_format",
     "decode_nvfp4",
     "decode_planes",
     "destinations",
+    "encode_format",
     "encode_nvfp4",
     "payload_planes",
     "reference_combine",

@@ -3,7 +3,8 @@
 dispatch   a token goes once to each distinct rank that owns one of its legal ids; its row there has the index that it
            has at its source. Ids outside [0, num_experts) go nowhere; the ids plane carries them unchanged.
 combine    acc = 0 in fp32; for the token's ranks in ascending order acc += float(outbox row); one rounding to the
-           combine format, to nearest, ties to even. A token that went nowhere is 0.
+           combine format, to nearest, ties to even. A token that went nowhere is 0. Rows for an encoded combine go
+           through its encoder and decoder first, and the result is bf16.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep_a2a.layout import NVFP4, Shape, local_experts
-from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
+from ep_a2a.layout import Format, Shape, local_experts
+from ep_a2a.testing.formats import decode_format, encode_format
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,16 @@ class Expected:
 
 
 def payload_planes(config: Shape, x: Tensor) -> dict[str, Tensor]:
-    """The planes in which rows travel: rows, scales and global_scale for NVFP4, rows for BF16. Local.
+    """The planes in which rows travel, by name: rows, and scales and global_scale where the format has them. Local.
 
     x  [T, H] bfloat16, float16 or float32
     """
-    if config.payload != NVFP4:
-        return {"rows": x.to(config.payload.columns[0].dtype)}
-    return dict(zip(("rows", "scales", "global_scale"), encode_nvfp4(x), strict=True))
+    return dict(zip(config.payload.plane_names, encode_format(x, config.payload), strict=True))
 
 
 def decode_planes(config: Shape, planes: Mapping[str, Tensor]) -> Tensor:
     """The fp32 values [..., H] that `payload_planes` (or a rank's received planes) stand for. Local."""
-    if config.payload != NVFP4:
-        return planes["rows"].float()
-    return decode_nvfp4(planes["rows"], planes["scales"], planes["global_scale"])
+    return decode_format([planes[name] for name in config.payload.plane_names], config.payload)
 
 
 def destinations(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
@@ -90,13 +87,17 @@ def reference_dispatch(config: Shape, inputs: Sequence[Mapping[str, Tensor]], ra
     return Expected(planes, valid, counts)
 
 
-def reference_combine(outboxes: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def reference_combine(
+    outboxes: Sequence[Tensor], masks: Sequence[Tensor], combine: Format | None = None
+) -> list[Tensor]:
     """What combine must return on every rank, bit for bit. Local; slow.
 
     outboxes  of each rank: [num_ranks, max_tokens, H] in the combine format, first index = rank that gets the row back
     masks     of each rank: bool [T, num_ranks], where its tokens went (`destinations`)
+    combine   the combine format where it is encoded; None = that of the outboxes
 
-    Returns for each rank [T, H] in the combine format. Outbox rows that no mask names are not read.
+    Returns for each rank [T, H] in the combine format, bf16 where that is encoded. Outbox rows that no mask names are
+    not read.
     """
     if len(outboxes) != len(masks):
         raise ValueError(f"{len(outboxes)} outboxes and {len(masks)} masks: one of each for every rank")
@@ -105,6 +106,7 @@ def reference_combine(outboxes: Sequence[Tensor], masks: Sequence[Tensor]) -> li
         acc = torch.zeros(mask.shape[0], outboxes[source].shape[-1])
         for rank, outbox in enumerate(outboxes):
             for token in mask[:, rank].nonzero().flatten().tolist():
-                acc[token] += outbox[source, token].float()
-        results.append(acc.to(outboxes[source].dtype))
+                row = outbox[source, token]
+                acc[token] += decode_format(encode_format(row, combine), combine) if combine else row.float()
+        results.append(acc.to(combine.result_dtype if combine else outboxes[source].dtype))
     return results

@@ -13,8 +13,9 @@ What an implementation may do, and what each step adds to the error (u = 2^-24, 
                product in fp32 (8 + |gate| sigmoid(-gate)) u (|m| + |dm|); then one rounding to bf16: 2^-8 (|m| + |dm|)
     y          |dy| <= sum_j |v_hj| |dm_j| + gamma_(I+4) sum_j |v_hj| (|m_j| + |dm_j|)
     partial    of a rank: contributions times their weights, added in fp32: gamma_(K+2) sum_k |weight_k| (|y| + |dy|)
-    outbox     one rounding of each rank's partial to the combine format, c = 2^-8, 2^-11 or 2^-24
-    out        the partials added in fp32, gamma_R, and one last rounding c
+    outbox     one rounding of each rank's partial to the combine format, c = 2^-8, 2^-11 or 2^-24; where that is
+               encoded, to bf16 and then `formats.coding_error` of the block
+    out        the partials added in fp32, gamma_R, and one last rounding c (2^-8 where rows are encoded)
 
 `bound` adds all of these up: no correct implementation exceeds it, whatever the data. Because it lets thousands of
 roundings conspire it is wide for long rows. `likely_bound` takes the roundings as independent with mean 0, so that they
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from ep_a2a.layout import Format, Shape, local_experts
+from ep_a2a.testing.formats import coding_error
 
 Experts = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -77,8 +79,15 @@ def gamma(num_roundings: int) -> float:
 
 
 def rounding(combine: Format) -> tuple[float, float]:
-    """Largest relative error of one rounding to a combine format, and the largest absolute one near zero."""
-    return _ROUNDING[combine.columns[0].dtype]
+    """Largest relative error of one rounding to what combine returns, and the largest absolute one near zero."""
+    return _ROUNDING[combine.result_dtype]
+
+
+def outbox_error(combine: Format, magnitude: Tensor) -> Tensor:
+    """Largest error of results with these magnitudes [T, H] float64, from a rank's experts to the end of its outbox."""
+    relative, absolute = rounding(combine)
+    error = (relative * magnitude + absolute) * (magnitude > 0)
+    return error + coding_error(combine, magnitude + error) if combine.is_encoded else error
 
 
 def reference_moe(
@@ -143,8 +152,7 @@ def reference_part(
     roundings = topk_ids.shape[1] + 2
     error += gamma(roundings) * magnitude
     variance += roundings * (U * magnitude).square()
-    relative, absolute = rounding(config.combine)
-    outbox_rounding = relative * (total.abs() + error) + absolute * (magnitude > 0)
+    outbox_rounding = outbox_error(config.combine, total.abs() + error)
     return MoEPart(total, error + outbox_rounding, variance + outbox_rounding.square())
 
 
