@@ -56,7 +56,7 @@ class Case:
     num_rounds: int = 3
     routing: str = "uniform"  # of ROUTINGS, or "mixed": another one every round and rank
     counts: str = "varied"  # how many tokens each rank has; see `num_tokens`
-    source: str = "bfloat16"  # dtype of x; or "packed", "packed_scalar", "packed_rows"
+    source: str = "bfloat16"  # dtype of x; or "planes"; or for NVFP4 "packed", "packed_scalar", "packed_rows"
     how: str = "outbox"  # or "rows", "out", "release"
     schedule: str | None = None
     device_counts: bool = False
@@ -118,6 +118,9 @@ def make_inputs(case: Case, round_: int, rank: int, num_ranks: int) -> tuple[Any
         g = torch.exp(torch.randn(count, generator=gen)) * 1e-2 if scale is None else torch.tensor(scale)
         planes = dict(zip(_PAYLOAD_NAMES, encode_nvfp4(x, g), strict=True))
         given = (planes["rows"], planes["scales"]) + (() if case.source == "packed" else (g,))
+    elif case.source == "planes":
+        planes = payload_planes(case.config(), x)
+        given = tuple(planes.values())
     else:
         given = x.to(getattr(torch, case.source))
         planes = payload_planes(case.config(), given)
@@ -129,13 +132,19 @@ def make_inputs(case: Case, round_: int, rank: int, num_ranks: int) -> tuple[Any
 
 @functools.lru_cache(maxsize=4096)
 def results(case: Case, round_: int, rank: int, source: int) -> Tensor:
-    """What the experts of `rank` make of all rows of `source`: [max_tokens, H] in the combine format."""
+    """What the experts of `rank` make of all rows of `source`: [max_tokens, H] in the dtype of the result.
+
+    For an encoded combine whole blocks are large or small, and as small as their scales let them be.
+    """
     gen = generator(case.seed, "results", round_, rank, source)
     shape = (case.max_tokens, case.hidden)
-    small = torch.randn(shape, generator=gen) * 2.0**-8
-    kind = torch.randint(4, shape, generator=gen)
+    encoded = case.combine.is_encoded
+    small = torch.randn(shape, generator=gen) * (2.0**-4 if encoded else 2.0**-8)
+    blocks = -(-case.hidden // 128) if encoded else case.hidden
+    kind = torch.randint(4, (case.max_tokens, blocks), generator=gen)
+    kind = kind.repeat_interleave(128 if encoded else 1, dim=1)[:, : case.hidden]
     value = torch.where(kind == 0, LARGE, torch.where(kind == 1, -LARGE, small))
-    return value.to(case.combine.columns[0].dtype)
+    return value.to(case.combine.result_dtype)
 
 
 def received_planes(received: ep_a2a.Received) -> dict[str, Tensor]:
@@ -198,7 +207,7 @@ def wanted_out(case: Case, config: Config, round_: int, rank: int, ids: Tensor, 
         masks = [torch.zeros(0, num_ranks, dtype=torch.bool) for _ in range(num_ranks)]
         masks[rank] = destinations(ids, config.num_experts, num_ranks)
         outboxes = [results(case, round_, r, rank).expand(num_ranks, -1, -1) for r in range(num_ranks)]
-        return reference_combine(outboxes, masks)[rank]
+        return reference_combine(outboxes, masks, config.combine if config.combine.is_encoded else None)[rank]
 
 
 def fill_results(case: Case, round_: int, received: ep_a2a.Received, box: Tensor, rank: int) -> None:
@@ -229,7 +238,10 @@ def one_round(
         rows, ids, weights, extra = unaligned(rows), unaligned(ids), unaligned(weights), list(map(unaligned, extra))
     received, handle = ep_a2a.dispatch(a2a, rows, ids, weights, on_device, extra=extra, channel=channel)
     assert_received(received, a2a.config, inputs, rank, poisoned)
-    box = torch.empty_like(a2a.outbox(channel)) if case.how == "rows" else a2a.outbox(channel)
+    encoded, by_rows = case.combine.is_encoded, case.how == "rows" or case.combine.is_encoded
+    box = a2a.scratch(channel) if encoded else a2a.outbox(channel)
+    if case.how == "rows":
+        box = torch.empty(box.shape, dtype=box.dtype)
     fill_results(case, round_, received, box, rank)
     if group is not None:
         group.barrier("all have their rows", PATIENCE_S)
@@ -238,7 +250,7 @@ def one_round(
         ep_a2a.release(a2a, handle)
         return None
     out = torch.full((ids.shape[0], case.hidden), 7.0).to(box.dtype)
-    out = ep_a2a.combine(a2a, handle, rows=box if case.how == "rows" else None, out=out if case.how == "out" else None)
+    out = ep_a2a.combine(a2a, handle, rows=box if by_rows else None, out=out if case.how == "out" else None)
     wanted = wanted_out(case, a2a.config, round_, rank, own["ids"], num_ranks)
     assert_same_bits(out[:count], wanted, f"rank {rank} round {round_} out")
     assert out.shape[0] == ids.shape[0]

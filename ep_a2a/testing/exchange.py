@@ -105,8 +105,8 @@ def reference_combine(
     for source, mask in enumerate(masks):
         acc = torch.zeros(mask.shape[0], outboxes[source].shape[-1])
         for rank, outbox in enumerate(outboxes):
+            rows = decode_format(encode_format(outbox[source], combine), combine) if combine else outbox[source]
             for token in mask[:, rank].nonzero().flatten().tolist():
-                row = outbox[source, token]
-                acc[token] += decode_format(encode_format(row, combine), combine) if combine else row.float()
+                acc[token] += rows[token].float()
         results.append(acc.to(combine.result_dtype if combine else outboxes[source].dtype))
     return results
