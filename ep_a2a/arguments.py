@@ -122,9 +122,10 @@ def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) ->
         return (check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device),), None
     if not payload.is_encoded:
         raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
-    names = payload.plane_names
-    if not isinstance(x, tuple) or len(x) not in (len(payload.columns), len(names)):
-        raise TypeError(f"x must be a tensor, or for {payload} a tuple ({', '.join(names)})")
+    legal = sorted({len(payload.columns), len(payload.plane_names)})
+    if not isinstance(x, tuple) or len(x) not in legal:
+        tuples = " or ".join(f"({', '.join(payload.plane_names[:n])})" for n in legal)
+        raise TypeError(f"x must be a tensor, or for {payload} {tuples}")
     columns = []
     for tensor, column in zip(x, payload.columns):
         width = config.hidden // column.hidden_per_element

@@ -84,8 +84,12 @@ BAD_DISPATCH = {
     "packed scales dtype": (lambda: {"x": packed(scales_dtype=torch.uint8)}, TypeError, "scales.*uint8.*float8_e4m3fn"),
     "packed global": (lambda: {"x": (*packed(), torch.ones(3))}, ValueError, r"global_scale.*\[3\].*\[4\]"),
     "packed global dtype": (lambda: {"x": (*packed(), torch.ones(4).double())}, TypeError, "global_scale.*float64"),
-    "packed one": (lambda: {"x": packed()[:1]}, TypeError, "packed, scales"),
-    "packed four": (lambda: {"x": (*packed(), torch.ones(4), torch.ones(4))}, TypeError, "packed, scales"),
+    "packed one": (lambda: {"x": packed()[:1]}, TypeError, r"\(rows, scales\) or \(rows, scales, global_scale\)"),
+    "packed four": (
+        lambda: {"x": (*packed(), torch.ones(4), torch.ones(4))},
+        TypeError,
+        r"\(rows, scales, global_scale\)",
+    ),
 }
 
 

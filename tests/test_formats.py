@@ -407,8 +407,8 @@ def test_refusals_of_a_round():
             ids, weights = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
             rows, scales = encode(torch.ones(4, 512), FP8)
             for x, error, text in (
-                ((rows,), TypeError, r"FP8 a tuple \(rows, scales\)"),
-                ((rows, scales, torch.ones(4)), TypeError, r"FP8 a tuple \(rows, scales\)"),
+                ((rows,), TypeError, r"FP8 \(rows, scales\)$"),
+                ((rows, scales, torch.ones(4)), TypeError, r"FP8 \(rows, scales\)$"),
                 ((rows.view(torch.uint8), scales), TypeError, "rows is torch.uint8, wanted torch.float8_e4m3fn"),
                 ((rows, scales.double()), TypeError, "scales is torch.float64, wanted torch.float32"),
                 ((rows, scales[:, :3].contiguous()), ValueError, r"scales is \[4, 3\], wanted \[4, 4\]"),

@@ -66,10 +66,10 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
     split = _layout.phased_split(config.payload, config.hidden, config.top_k, num_ranks, config.extra_planes)
     phased_threads = split.num_threads if isinstance(split, PhasedSplit) else 0
     number = native.NUMBER[config.combine.columns[0].dtype]
-    copy_threads = _layout.copy_threads(lay.outbox_row_bytes)
+    copy_threads = _layout.copy_threads(lay.outbox_row.row_bytes)
     lines: list[tuple[str | int, ...]] = [
         ("shape", num_ranks, config.num_experts, config.top_k, config.hidden, config.max_tokens, number),
-        ("strides", lay.bitmap_words, lay.mask_words, lay.outbox_row_bytes),
+        ("strides", lay.bitmap_words, lay.mask_words, lay.outbox_row.row_bytes),
         ("flags", lay.dispatch_flags_offset, lay.end_flags_offset, lay.abort_words_offset),
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
