@@ -1,6 +1,7 @@
 // combine.cu: the end of a round. Results go from the experts' outboxes back to the tokens' sources, or a release.
 //
 //   stage    copies rows that a caller holds elsewhere into the outbox
+//   order    the same from rows of pairs (route.cu): those of a row times their routing weights, added in k order
 //   signal   tells every peer that this rank's outbox is ready (or that the round is released)
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
@@ -99,6 +100,46 @@ __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&va
   }
 }
 
+// As stage, but p.outbox.rows has a row for each slot. Sums start from zero; each product, each sum is one rounding.
+template <Number kRows, Number kOutbox>
+__global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
+  const OutboxParams& o = p.outbox;
+  const Channel& c = o.channel;
+  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  for (uint32_t source = 0; source < c.num_ranks; ++source) {
+    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+      if (!row_is_valid(c, source, token)) continue;
+      const int32_t* slots = p.pair_slots + (static_cast<uint64_t>(source) * c.max_tokens + token) * p.top_k;
+      char* to = row_at(c, c.rank, o.outbox_offset, o.outbox_row_bytes, source, token);
+      for (uint32_t v = threadIdx.x; v < o.hidden / kGroup; v += blockDim.x) {
+        float sum[kGroup] = {};
+        for (uint32_t k = 0; k < p.top_k; ++k) {
+          const int32_t slot = slots[k];
+          if (slot < 0) continue;
+          const float weight = p.weights[slot];
+          float row[kGroup];
+          ld_group<kRows>(
+              static_cast<const char*>(o.rows) + static_cast<uint64_t>(slot) * o.hidden * number_bytes(kRows), v, row);
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, row[i]));
+        }
+        st_group<kOutbox>(to, v, sum);
+      }
+    }
+  }
+}
+
+template <Number kRows>
+int launch_order(const OrderParams& p, void* stream) {
+  const OutboxParams& o = p.outbox;
+  switch (o.number) {
+    case kBf16: return launch(outbox_order_kernel<kRows, kBf16>, o.num_ctas, o.num_threads, 0, stream, p);
+    case kFp16: return launch(outbox_order_kernel<kRows, kFp16>, o.num_ctas, o.num_threads, 0, stream, p);
+    default: return launch(outbox_order_kernel<kRows, kFp32>, o.num_ctas, o.num_threads, 0, stream, p);
+  }
+}
+
 template <Number kNumber>
 __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
@@ -131,6 +172,14 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
 
 int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
   return launch(outbox_stage_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+}
+
+int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
+  switch (p->rows_number) {
+    case kBf16: return launch_order<kBf16>(*p, stream);
+    case kFp16: return launch_order<kFp16>(*p, stream);
+    default: return launch_order<kFp32>(*p, stream);
+  }
 }
 
 int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }

@@ -59,6 +59,11 @@ __device__ __forceinline__ void st_vector(void* p, const Vector& v) {
 __device__ __forceinline__ void st_word(uint32_t* p, uint32_t v) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ uint32_t ld_word(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint64_t time_ns() {
   uint64_t v;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
@@ -116,6 +121,10 @@ inline void st_vector(void* p, const Vector& v) {
 inline void st_word(uint32_t* p, uint32_t v) {
   simt::point(simt::Point::kRowStore);
   *p = v;
+}
+inline uint32_t ld_word(const uint32_t* p) {
+  simt::point(simt::Point::kRowLoad);
+  return *p;
 }
 inline uint64_t time_ns() {
   return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());

@@ -17,6 +17,7 @@ from ep_a2a.received import Handle, outbox_view, received_views
 if TYPE_CHECKING:
     from ep_a2a.api import A2A
     from ep_a2a.arguments import DispatchInputs
+    from ep_a2a.route import Order
     from ep_a2a.symm import SymmetricMemory
 
 
@@ -38,7 +39,7 @@ class Channel:
         self.stage = Stage.CLOSED
         self.handle: Handle | None = None
         self._a2a = a2a
-        self._library = a2a.library
+        self.library = a2a.library
         self._num_rounds = 0
         self._error: StickyError | None = None
         self._inputs: DispatchInputs | None = None
@@ -48,7 +49,7 @@ class Channel:
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8)
         self._status = native.Status()
         self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
-        self.received = received_views(a2a, layout, config.payload, config.hidden, region, self._state)
+        self.received = received_views(a2a, index, layout, config.payload, config.hidden, region, self._state)
         self.outbox = outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
         self._make_params()
@@ -100,6 +101,19 @@ class Channel:
             outbox_offset=layout.outbox_offset,
             outbox_row_bytes=layout.outbox_row_bytes,
         )
+        self._order = native.with_size(native.OrderParams(top_k=config.top_k))
+        num_segments, words_per_segment = _layout.route_segments(a2a.num_ranks * layout.bitmap_words)
+        self._route = params(
+            native.RouteParams,
+            num_segments=num_segments,
+            words_per_segment=words_per_segment,
+            top_k=config.top_k,
+            first_expert=a2a.local_experts.start,
+            num_experts=len(a2a.local_experts),
+            ids_plane=len(config.payload.columns),
+            pad_multiple=1,
+            planes=self._dispatch.planes,
+        )
 
     def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
         """Use the phased schedule by this split, or the general one."""
@@ -117,7 +131,7 @@ class Channel:
         return self._error
 
     def raise_input_error(self) -> None:
-        """Raise and clear what a kernel had to correct in the inputs of an earlier round."""
+        """Raise and clear what a kernel had to correct in the inputs of an earlier round, or could not place."""
         if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
             raise error
 
@@ -144,9 +158,16 @@ class Channel:
         if self.stage is not Stage.OPEN:
             raise RoundError(f"round {handle.round} of channel {self.index} is {self.stage.value}")
 
+    def open_handle(self) -> Handle:
+        """The handle of the round whose rows may be read now. Raises RoundError if there is none."""
+        if self.handle is None or self.stage is not Stage.OPEN:
+            raise RoundError(f"channel {self.index} is {self.stage.value}: it holds no rows that may be read")
+        return self.handle
+
     # ---- the launches of a round ----
 
-    def _num_ctas(self, num_items: int) -> int:
+    def num_ctas(self, num_items: int) -> int:
+        """CTAs of a kernel that walks over `num_items`."""
         return _layout.num_ctas(self._a2a._kind, num_items, self._a2a.config.num_sms)
 
     def _stream(self) -> int:
@@ -155,8 +176,8 @@ class Channel:
     def send(self, inputs: DispatchInputs) -> Handle:
         """Send the rows of a new round."""
         inputs.fill(self._dispatch, self._a2a.layout)
-        self._dispatch.num_ctas = self._num_ctas(inputs.num_rows)
-        self._library.dispatch_send(self._dispatch, self._stream())
+        self._dispatch.num_ctas = self.num_ctas(inputs.num_rows)
+        self.library.dispatch_send(self._dispatch, self._stream())
         self._inputs = inputs
         self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
@@ -165,7 +186,7 @@ class Channel:
 
     def wait(self, phase: int, then: Stage) -> None:
         """Wait for all peers' flags of a phase."""
-        self._library.wait(self._wait[phase], self._stream())
+        self.library.wait(self._wait[phase], self._stream())
         self.stage = then
         self._inputs = None
         if phase != native.PHASE_COMBINE:  # a combine has yet to write its NaN rows
@@ -174,17 +195,31 @@ class Channel:
     def stage_rows(self, rows: torch.Tensor) -> None:
         """Copy the valid ones of `rows` into the outbox."""
         self._outbox_params.rows = rows.data_ptr()
-        self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
-        self._library.outbox_stage(self._outbox_params, self._stream())
+        self._outbox_params.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
+        self.library.outbox_stage(self._outbox_params, self._stream())
+
+    def route_params(self) -> Any:
+        """Parameters of a routing, to be completed: where the received rows lie."""
+        return native.RouteParams.from_buffer_copy(self._route)
+
+    def stage_pairs(self, rows: torch.Tensor, order: Order) -> None:
+        """Add up the rows of pairs into the outbox."""
+        self._outbox_params.rows = rows.data_ptr()
+        self._outbox_params.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
+        self._order.outbox = self._outbox_params
+        self._order.rows_number = native.NUMBER[rows.dtype]
+        self._order.pair_slots = order.pair_slots.data_ptr()
+        self._order.weights = order.weights.data_ptr()
+        self.library.outbox_order(self._order, self._stream())
 
     def signal_end(self, phase: int) -> None:
         """Tell the peers that this rank has ended the round."""
-        self._library.end_signal(self._wait[phase], self._stream())
+        self.library.end_signal(self._wait[phase], self._stream())
         self.stage = Stage.ENDING
 
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""
         self._outbox_params.out = out.data_ptr()
         self._outbox_params.num_rows = out.shape[0]
-        self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
-        self._library.combine_pull(self._outbox_params, self._stream())
+        self._outbox_params.num_ctas = self.num_ctas(out.shape[0])
+        self.library.combine_pull(self._outbox_params, self._stream())
