@@ -170,14 +170,20 @@ struct RouteParams {
   RowTarget targets[kMaxPlanes];
 };
 
-struct OrderParams {  // outbox rows from the rows of pairs
+struct OrderParams {  // results of received rows from the rows of their pairs
   uint32_t struct_bytes;
+  uint32_t num_ctas;
+  uint32_t num_threads;
+  uint32_t hidden;
   uint32_t top_k;
-  uint32_t rows_number;  // enum Number: of `outbox.rows`, here [num_slots, hidden]
-  uint32_t reserved;
+  uint32_t rows_number;  // enum Number
+  uint32_t to_number;    // enum Number
+  uint32_t to_row_bytes;
   const int32_t* pair_slots;  // as in RouteParams
   const float* weights;       // [num_slots]
-  OutboxParams outbox;
+  const void* rows;           // [num_slots, hidden]
+  void* to;                   // [num_ranks, max_tokens, to_row_bytes]: the rank's own outbox, or a place to encode from
+  Channel channel;
 };
 
 struct Nvfp4Params {

@@ -100,31 +100,30 @@ __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&va
   }
 }
 
-// As stage, but p.outbox.rows has a row for each slot. Sums start from zero; each product, each sum is one rounding.
-template <Number kRows, Number kOutbox>
+// As stage, from a row for each slot. Sums start from zero; each product and each sum is one rounding.
+template <Number kRows, Number kTo>
 __global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
-  const OutboxParams& o = p.outbox;
-  const Channel& c = o.channel;
+  const Channel& c = p.channel;
   if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
   for (uint32_t source = 0; source < c.num_ranks; ++source) {
     const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
     for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
       if (!row_is_valid(c, source, token)) continue;
-      const int32_t* slots = p.pair_slots + (static_cast<uint64_t>(source) * c.max_tokens + token) * p.top_k;
-      char* to = row_at(c, c.rank, o.outbox_offset, o.outbox_row_bytes, source, token);
-      for (uint32_t v = threadIdx.x; v < o.hidden / kGroup; v += blockDim.x) {
+      const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
+      const int32_t* slots = p.pair_slots + row * p.top_k;
+      for (uint32_t v = threadIdx.x; v < p.hidden / kGroup; v += blockDim.x) {
         float sum[kGroup] = {};
         for (uint32_t k = 0; k < p.top_k; ++k) {
           const int32_t slot = slots[k];
           if (slot < 0) continue;
           const float weight = p.weights[slot];
-          float row[kGroup];
-          ld_group<kRows>(
-              static_cast<const char*>(o.rows) + static_cast<uint64_t>(slot) * o.hidden * number_bytes(kRows), v, row);
+          const uint64_t start = static_cast<uint64_t>(slot) * p.hidden * number_bytes(kRows);
+          float values[kGroup];
+          ld_group<kRows>(static_cast<const char*>(p.rows) + start, v, values);
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, row[i]));
+          for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, values[i]));
         }
-        st_group<kOutbox>(to, v, sum);
+        st_group<kTo>(static_cast<char*>(p.to) + row * p.to_row_bytes, v, sum);
       }
     }
   }
@@ -132,11 +131,10 @@ __global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
 
 template <Number kRows>
 int launch_order(const OrderParams& p, void* stream) {
-  const OutboxParams& o = p.outbox;
-  switch (o.number) {
-    case kBf16: return launch(outbox_order_kernel<kRows, kBf16>, o.num_ctas, o.num_threads, 0, stream, p);
-    case kFp16: return launch(outbox_order_kernel<kRows, kFp16>, o.num_ctas, o.num_threads, 0, stream, p);
-    default: return launch(outbox_order_kernel<kRows, kFp32>, o.num_ctas, o.num_threads, 0, stream, p);
+  switch (p.to_number) {
+    case kBf16: return launch(outbox_order_kernel<kRows, kBf16>, p.num_ctas, p.num_threads, 0, stream, p);
+    case kFp16: return launch(outbox_order_kernel<kRows, kFp16>, p.num_ctas, p.num_threads, 0, stream, p);
+    default: return launch(outbox_order_kernel<kRows, kFp32>, p.num_ctas, p.num_threads, 0, stream, p);
   }
 }
 

@@ -332,7 +332,7 @@ def combine_begin(
     else:
         _check_vectors("out", check_tensor("out", out, (dtype,), (handle.num_rows, hidden), a2a.device))
     if rows is not None and order is not None:
-        channel.stage_pairs(rows, order)
+        channel.stage_pairs(rows, order, channel.outbox)
     elif rows is not None:
         channel.stage_rows(rows)
     channel.signal_end(native.PHASE_COMBINE)

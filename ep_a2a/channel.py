@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,16 @@ class Channel:
             outbox_offset=layout.outbox_offset,
             outbox_row_bytes=layout.outbox_row_bytes,
         )
-        self._order = native.with_size(native.OrderParams(top_k=config.top_k))
+        self._make_route_params(params)
+
+    def _make_route_params(self, params: Callable[..., Any]) -> None:
+        a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
+        self._order = params(
+            native.OrderParams,
+            num_threads=_layout.copy_threads(layout.outbox_row_bytes),
+            hidden=config.hidden,
+            top_k=config.top_k,
+        )
         num_segments, words_per_segment = _layout.route_segments(a2a.num_ranks * layout.bitmap_words)
         self._route = params(
             native.RouteParams,
@@ -202,12 +212,12 @@ class Channel:
         """Parameters of a routing, to be completed: where the received rows lie."""
         return native.RouteParams.from_buffer_copy(self._route)
 
-    def stage_pairs(self, rows: torch.Tensor, order: Order) -> None:
-        """Add up the rows of pairs into the outbox."""
-        self._outbox_params.rows = rows.data_ptr()
-        self._outbox_params.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
-        self._order.outbox = self._outbox_params
-        self._order.rows_number = native.NUMBER[rows.dtype]
+    def stage_pairs(self, rows: torch.Tensor, order: Order, to: torch.Tensor) -> None:
+        """Add up the rows of pairs into the valid ones of `to`, [num_ranks, max_tokens, H] as the outbox."""
+        self._order.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
+        self._order.rows, self._order.rows_number = rows.data_ptr(), native.NUMBER[rows.dtype]
+        self._order.to, self._order.to_number = to.data_ptr(), native.NUMBER[to.dtype]
+        self._order.to_row_bytes = to.stride(1) * to.dtype.itemsize
         self._order.pair_slots = order.pair_slots.data_ptr()
         self._order.weights = order.weights.data_ptr()
         self.library.outbox_order(self._order, self._stream())

@@ -199,12 +199,18 @@ class RouteParams(ctypes.Structure):
 class OrderParams(ctypes.Structure):
     _fields_ = [
         ("struct_bytes", c_uint32),
+        ("num_ctas", c_uint32),
+        ("num_threads", c_uint32),
+        ("hidden", c_uint32),
         ("top_k", c_uint32),
         ("rows_number", c_uint32),
-        ("reserved", c_uint32),
+        ("to_number", c_uint32),
+        ("to_row_bytes", c_uint32),
         ("pair_slots", c_void_p),
         ("weights", c_void_p),
-        ("outbox", OutboxParams),
+        ("rows", c_void_p),
+        ("to", c_void_p),
+        ("channel", Channel),
     ]
 
 

@@ -90,9 +90,7 @@ def rounds(group, case):
         for round_ in range(case.num_rounds):
             received, handle, expected, _ = dispatch(a2a, case, round_)
             check_all(a2a, received, expected, case)
-            group.barrier("all are checked", bodies.PATIENCE_S)
-            bodies.poison(received, round_)
-            ep_a2a.release(a2a, handle)
+            ep_a2a.release(a2a, handle)  # bits and ids of this round stay behind the counts of the next one
 
 
 # ---- against the references --------------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ def test_rows_that_are_no_whole_vectors(hidden, payload):
 
 
 @pytest.mark.parametrize("max_segments", [1, 3, 1024])
-@pytest.mark.parametrize("max_tokens", [33, 200])
+@pytest.mark.parametrize("max_tokens", [33, 450])
 def test_segments(max_segments, max_tokens, monkeypatch):
     monkeypatch.setattr(layout, "MAX_SEGMENTS", max_segments)
     run(3, rounds, replace(SMALL, max_tokens=max_tokens, counts="up_and_down", routing="zipf", hidden=16))
