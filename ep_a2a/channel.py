@@ -40,7 +40,7 @@ class Channel:
         self.stage = Stage.CLOSED
         self.handle: Handle | None = None
         self._a2a = a2a
-        self.library = a2a.library
+        self._library = a2a.library
         self._num_rounds = 0
         self._error: StickyError | None = None
         self._inputs: DispatchInputs | None = None
@@ -176,8 +176,7 @@ class Channel:
 
     # ---- the launches of a round ----
 
-    def num_ctas(self, num_items: int) -> int:
-        """CTAs of a kernel that walks over `num_items`."""
+    def _num_ctas(self, num_items: int) -> int:
         return _layout.num_ctas(self._a2a._kind, num_items, self._a2a.config.num_sms)
 
     def _stream(self) -> int:
@@ -186,8 +185,8 @@ class Channel:
     def send(self, inputs: DispatchInputs) -> Handle:
         """Send the rows of a new round."""
         inputs.fill(self._dispatch, self._a2a.layout)
-        self._dispatch.num_ctas = self.num_ctas(inputs.num_rows)
-        self.library.dispatch_send(self._dispatch, self._stream())
+        self._dispatch.num_ctas = self._num_ctas(inputs.num_rows)
+        self._library.dispatch_send(self._dispatch, self._stream())
         self._inputs = inputs
         self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
@@ -196,7 +195,7 @@ class Channel:
 
     def wait(self, phase: int, then: Stage) -> None:
         """Wait for all peers' flags of a phase."""
-        self.library.wait(self._wait[phase], self._stream())
+        self._library.wait(self._wait[phase], self._stream())
         self.stage = then
         self._inputs = None
         if phase != native.PHASE_COMBINE:  # a combine has yet to write its NaN rows
@@ -205,31 +204,40 @@ class Channel:
     def stage_rows(self, rows: torch.Tensor) -> None:
         """Copy the valid ones of `rows` into the outbox."""
         self._outbox_params.rows = rows.data_ptr()
-        self._outbox_params.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
-        self.library.outbox_stage(self._outbox_params, self._stream())
+        self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
+        self._library.outbox_stage(self._outbox_params, self._stream())
 
     def route_params(self) -> Any:
         """Parameters of a routing, to be completed: where the received rows lie."""
         return native.RouteParams.from_buffer_copy(self._route)
 
+    def route(self, params: Any) -> None:
+        """Number the pairs of received rows and experts; with slots, fill those."""
+        params.num_ctas = self._num_ctas(params.num_slots)
+        self._library.route(params, self._stream())
+
+    def route_ids(self, params: Any) -> None:
+        """Write the ids of this rank's experts."""
+        self._library.route_ids(params, self._stream())
+
     def stage_pairs(self, rows: torch.Tensor, order: Order, to: torch.Tensor) -> None:
         """Add up the rows of pairs into the valid ones of `to`, [num_ranks, max_tokens, H] as the outbox."""
-        self._order.num_ctas = self.num_ctas(self._a2a.config.max_tokens)
+        self._order.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
         self._order.rows, self._order.rows_number = rows.data_ptr(), native.NUMBER[rows.dtype]
         self._order.to, self._order.to_number = to.data_ptr(), native.NUMBER[to.dtype]
         self._order.to_row_bytes = to.stride(1) * to.dtype.itemsize
         self._order.pair_slots = order.pair_slots.data_ptr()
         self._order.weights = order.weights.data_ptr()
-        self.library.outbox_order(self._order, self._stream())
+        self._library.outbox_order(self._order, self._stream())
 
     def signal_end(self, phase: int) -> None:
         """Tell the peers that this rank has ended the round."""
-        self.library.end_signal(self._wait[phase], self._stream())
+        self._library.end_signal(self._wait[phase], self._stream())
         self.stage = Stage.ENDING
 
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""
         self._outbox_params.out = out.data_ptr()
         self._outbox_params.num_rows = out.shape[0]
-        self._outbox_params.num_ctas = self.num_ctas(out.shape[0])
-        self.library.combine_pull(self._outbox_params, self._stream())
+        self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
+        self._library.combine_pull(self._outbox_params, self._stream())

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ep_a2a import layout as _layout
-from ep_a2a.quant import stream_of
 
 if TYPE_CHECKING:
     from ep_a2a.channel import Channel
@@ -65,7 +64,7 @@ def topk_ids(received: Received) -> Tensor:
     channel, params = _start(received)
     out = _empty(received.ids.shape, torch.int32, received.ids.device)
     params.topk_ids = out.data_ptr()
-    channel.library.route_ids(params, stream_of(out))
+    channel.route_ids(params)
     return out
 
 
@@ -157,7 +156,6 @@ def _pairs(received: Received, channel: Channel, params: Any, shape: tuple[int, 
         order=order,
     )
     params.num_slots = num_slots
-    params.num_ctas = channel.num_ctas(num_slots)
     params.num_threads = _layout.copy_threads(max(target.num_bytes for target in params.targets))
     _route(channel, params, device)
     return pairs
@@ -167,7 +165,7 @@ def _route(channel: Channel, params: Any, device: torch.device) -> None:
     words = _layout.route_scratch_words(params.num_experts, params.num_segments)
     scratch = _empty((words,), torch.int32, device)
     params.segment_starts, params.counter = scratch.data_ptr(), scratch.data_ptr() + 4 * (words - 1)
-    channel.library.route(params, stream_of(scratch))
+    channel.route(params)
 
 
 def _empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
