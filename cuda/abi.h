@@ -17,7 +17,7 @@ constexpr int kVectorBytes = 16;
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
 enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3 };
-enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kNumBadInputs = 2 };
+enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kCapacityExceeded = 2, kNumBadInputs = 3 };
 enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 enum Coding : uint32_t { kPlain = 0, kNvfp4 = 1, kMxfp4 = 2, kFp8 = 3, kMxfp8 = 4 };  // how values are encoded
 
@@ -52,10 +52,10 @@ struct Status {
 // written while `present` is 0, cleared by the host.
 struct InputRecord {
   uint32_t present;
-  int32_t token;     // kInvalidRouting
+  int32_t token;     // kInvalidRouting; kCapacityExceeded: the crowded expert, -1 = all of them together
   int32_t position;  // kInvalidRouting: which of the token's ids
-  int32_t value;     // the id or count found
-  int32_t limit;     // num_experts, or T
+  int32_t value;     // the id or count found, or the slots needed
+  int32_t limit;     // num_experts, T, or the slots there are
   int32_t reserved;
 };
 
@@ -137,6 +137,58 @@ struct OutboxParams {
   Channel channel;
 };
 
+// Where the rows of a plane are gathered.
+struct RowTarget {
+  void* rows;            // [num_slots, num_bytes], contiguous
+  uint32_t num_bytes;    // of a row
+  uint32_t align_bytes;  // 16, 8, 4, 2 or 1: every row starts at a multiple of it
+};
+
+// Pairs (received row, expert of this rank) are put into slots, grouped by expert. Experts count from the rank's first.
+struct RouteParams {
+  uint32_t struct_bytes;
+  uint32_t num_segments;       // runs of bitmap words over all sources, a warp each
+  uint32_t words_per_segment;  // the last one may have fewer
+  uint32_t top_k;
+  uint32_t first_expert;
+  uint32_t num_experts;   // of this rank
+  uint32_t ids_plane;     // planes of the payload are before it, weights follow it
+  uint32_t pad_multiple;  // group_rows = 0: slots of a group are a multiple of this
+  uint32_t group_rows;    // slots of each group; 0 = as many as its pairs need
+  uint32_t num_slots;
+  uint32_t num_ctas;  // of gather
+  uint32_t num_threads;
+  uint32_t* segment_starts;  // [num_experts, num_segments]: pairs of a segment, then of all segments before it
+  uint32_t* counter;         // CTAs of the running scan that are done
+  uint32_t* counts;          // [num_experts] pairs; with slots: pairs that have one
+  uint32_t* expert_offsets;  // [num_experts + 1] start of each group, at most num_slots; null = count only
+  int32_t* row_index;        // [num_slots] source * max_tokens + token, -1 = no pair
+  int32_t* k;                // [num_slots] which of the token's ids, -1 = no pair
+  float* weights;            // [num_slots] 0 = no pair
+  float* global_scale;       // [num_slots] 0 = no pair; null where the payload has none
+  int32_t* pair_slots;       // [num_ranks, max_tokens, top_k] at received rows: slot of the pair, -1 = none
+  int32_t* topk_ids;         // ids: [num_ranks, max_tokens, top_k] global expert of this rank, else -1
+  Channel channel;
+  Plane planes[kMaxPlanes];
+  RowTarget targets[kMaxPlanes];
+};
+
+struct OrderParams {  // results of received rows from the rows of their pairs
+  uint32_t struct_bytes;
+  uint32_t num_ctas;
+  uint32_t num_threads;
+  uint32_t hidden;
+  uint32_t top_k;
+  uint32_t rows_number;  // enum Number
+  uint32_t to_number;    // enum Number
+  uint32_t to_row_bytes;
+  const int32_t* pair_slots;  // as in RouteParams
+  const float* weights;       // [num_slots]
+  const void* rows;           // [num_slots, hidden]
+  void* to;                   // [num_ranks, max_tokens, to_row_bytes]: the rank's own outbox, or a place to encode from
+  Channel channel;
+};
+
 struct QuantParams {
   uint32_t struct_bytes;
   uint32_t number;  // enum Number: of `values`
@@ -156,7 +208,10 @@ EP_A2A_API int ep_a2a_dispatch_send(const DispatchParams* params, void* stream);
 EP_A2A_API int ep_a2a_wait(const WaitParams* params, void* stream);
 EP_A2A_API int ep_a2a_end_signal(const WaitParams* params, void* stream);
 EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
+EP_A2A_API int ep_a2a_outbox_order(const OrderParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);
+EP_A2A_API int ep_a2a_route(const RouteParams* params, void* stream);
+EP_A2A_API int ep_a2a_route_ids(const RouteParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
 EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"

@@ -1,6 +1,7 @@
 // combine.cu: the end of a round. Results go from the experts' outboxes back to the tokens' sources, or a release.
 //
 //   stage    copies rows that a caller holds elsewhere into the outbox, or encodes them into it
+//   order    the same from rows of pairs (route.cu): those of a row times their routing weights, added in k order
 //   signal   tells every peer that this rank's outbox is ready (or that the round is released)
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
@@ -116,17 +117,21 @@ __global__ void wait_kernel(const __grid_constant__ WaitParams p) {
   }
 }
 
-// Values [8 v, 8 v + 8) of an outbox row as fp32, from memory that a peer wrote.
+// Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer or an earlier kernel wrote.
+template <Number kNumber>
+__device__ __forceinline__ void ld_group(const char* row, uint32_t v, float (&values)[kGroup]) {
+  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
+#pragma unroll
+  for (int i = 0; i < kGroup / kPerVector; ++i) {
+    const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
+    unpack<kNumber>(vector, values + i * kPerVector);
+  }
+}
 template <Number kNumber>
 struct PlainRow {
   static __device__ __forceinline__ void load(const OutboxParams&, const char* row, uint32_t v,
                                               float (&values)[kGroup]) {
-    constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
-#pragma unroll
-    for (int i = 0; i < kGroup / kPerVector; ++i) {
-      const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
-      unpack<kNumber>(vector, values + i * kPerVector);
-    }
+    ld_group<kNumber>(row, v, values);
   }
 };
 template <class C>
@@ -150,6 +155,44 @@ __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&va
   for (int i = 0; i < kGroup / kPerVector; ++i) {
     st_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes,
               pack<kNumber>(values + i * kPerVector));
+  }
+}
+
+// As stage, from a row for each slot. Sums start from zero; each product and each sum is one rounding.
+template <Number kRows, Number kTo>
+__global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
+  const Channel& c = p.channel;
+  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  for (uint32_t source = 0; source < c.num_ranks; ++source) {
+    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+      if (!row_is_valid(c, source, token)) continue;
+      const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
+      const int32_t* slots = p.pair_slots + row * p.top_k;
+      for (uint32_t v = threadIdx.x; v < p.hidden / kGroup; v += blockDim.x) {
+        float sum[kGroup] = {};
+        for (uint32_t k = 0; k < p.top_k; ++k) {
+          const int32_t slot = slots[k];
+          if (slot < 0) continue;
+          const float weight = p.weights[slot];
+          const uint64_t start = static_cast<uint64_t>(slot) * p.hidden * number_bytes(kRows);
+          float values[kGroup];
+          ld_group<kRows>(static_cast<const char*>(p.rows) + start, v, values);
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, values[i]));
+        }
+        st_group<kTo>(static_cast<char*>(p.to) + row * p.to_row_bytes, v, sum);
+      }
+    }
+  }
+}
+
+template <Number kRows>
+int launch_order(const OrderParams& p, void* stream) {
+  switch (p.to_number) {
+    case kBf16: return launch(outbox_order_kernel<kRows, kBf16>, p.num_ctas, p.num_threads, 0, stream, p);
+    case kFp16: return launch(outbox_order_kernel<kRows, kFp16>, p.num_ctas, p.num_threads, 0, stream, p);
+    default: return launch(outbox_order_kernel<kRows, kFp32>, p.num_ctas, p.num_threads, 0, stream, p);
   }
 }
 
@@ -190,6 +233,14 @@ int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
     const auto kernel = p->coding == kNvfp4 ? outbox_encode_kernel<Nvfp4, kNumber> : outbox_encode_kernel<Fp8, kNumber>;
     return launch(kernel, p->num_ctas, p->num_threads, 0, stream, *p);
   });
+}
+
+int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
+  switch (p->rows_number) {
+    case kBf16: return launch_order<kBf16>(*p, stream);
+    case kFp16: return launch_order<kFp16>(*p, stream);
+    default: return launch_order<kFp32>(*p, stream);
+  }
 }
 
 int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }

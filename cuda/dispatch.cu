@@ -105,15 +105,6 @@ __device__ void send_rows_cta(const DispatchParams& p, const ExpertOwner& owner_
   }
 }
 
-// Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
-// thread.
-__device__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
-  InputRecord& record = c.inputs[kind];
-  if (ld_acquire_sys(&record.present)) return;
-  record = found;
-  st_release_sys(&record.present, 1);
-}
-
 __device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
   const int32_t num_rows = static_cast<int32_t>(p.num_rows), num_experts = static_cast<int32_t>(p.num_experts);
   if (wanted_tokens < 0 || wanted_tokens > num_rows) {

@@ -113,6 +113,15 @@ __device__ __forceinline__ void fail_misuse_warp(const Channel& c, Phase phase, 
   fail_warp(c, Why{kChannelMisuse, phase, phase, c.rank, c.rank, epoch, epoch, 0});
 }
 
+// Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
+// thread.
+__device__ inline void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
+  InputRecord& record = c.inputs[kind];
+  if (ld_acquire_sys(&record.present)) return;
+  record = found;
+  st_release_sys(&record.present, 1);
+}
+
 __device__ __forceinline__ uint64_t min_warp(uint64_t value) {
   for (int step = 16; step > 0; step /= 2) {
     const uint64_t other = __shfl_xor_sync(kAllLanes, value, step);

@@ -16,12 +16,16 @@ A tour with two ranks in one process, on a CPU; the same calls serve processes t
 
 `Config` decides shapes, formats and deadlines; `Config.bytes` tells what it will cost. `dispatch` gives views of the
 received rows and a handle, `combine` or `release` ends the round. `dispatch_begin(...)` and later `.wait()` overlap a
-round with other work. `MoELayer` joins the three steps; `ep_a2a.testing` has the slow reference of each.
+round with other work. `received.compact()` and `received.by_expert(n)` group rows for expert kernels of your own, and
+`combine(..., order=...)` takes their results. `MoELayer` joins the three steps; `ep_a2a.testing` has the slow
+reference of each.
 """
 
 from ep_a2a.api import (
     A2A,
     Handle,
+    Order,
+    Pairs,
     PendingCombine,
     PendingDispatch,
     PendingRelease,
@@ -36,6 +40,7 @@ from ep_a2a.api import (
 )
 from ep_a2a.config import Config, Sizes
 from ep_a2a.errors import (
+    CapacityExceeded,
     ChannelMisuse,
     ClosedError,
     ConfigMismatch,
@@ -63,6 +68,7 @@ __all__ = [
     "MXFP4",
     "MXFP8",
     "NVFP4",
+    "CapacityExceeded",
     "ChannelMisuse",
     "ClosedError",
     "Config",
@@ -74,6 +80,8 @@ __all__ = [
     "InvalidRouting",
     "LocalRank",
     "LocalWorld",
+    "Order",
+    "Pairs",
     "PeerTimeout",
     "PendingCombine",
     "PendingDispatch",

@@ -20,10 +20,13 @@ from ep_a2a.channel import Channel, Stage
 from ep_a2a.config import Config
 from ep_a2a.errors import ClosedError, ConfigMismatch, EpError, RoundError
 from ep_a2a.received import Handle, Received
+from ep_a2a.route import Order, Pairs
 
 __all__ = [
     "A2A",
     "Handle",
+    "Order",
+    "Pairs",
     "PendingCombine",
     "PendingDispatch",
     "PendingRelease",
@@ -122,7 +125,8 @@ class A2A:
     def check(self) -> None:
         """Raise what went wrong so far on the device. Local; no synchronisation, under a microsecond.
 
-        Raises PeerTimeout, ChannelMisuse, RoundMismatch (for ever), InvalidRouting, InvalidCount (once), ClosedError.
+        Raises PeerTimeout, ChannelMisuse, RoundMismatch (for ever); InvalidRouting, InvalidCount, CapacityExceeded
+        (once); ClosedError.
         """
         self._check_alive()
         for channel in self._channels:
@@ -322,13 +326,19 @@ class PendingRelease:
 
 
 def combine_begin(
-    a2a: A2A, handle: Handle, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
+    a2a: A2A,
+    handle: Handle,
+    rows: torch.Tensor | None = None,
+    order: Order | None = None,
+    out: torch.Tensor | None = None,
 ) -> PendingCombine:
     """Tell the peers that the outbox is ready, and return; arguments and errors as `combine`. Collective."""
     channel = _check_a2a(a2a)._channel_of(handle)
     combined, hidden = a2a.config.combine, a2a.config.hidden
     dtype = combined.result_dtype
-    if rows is not None:
+    if order is not None:
+        rows = _check_order(handle, rows, order, hidden, a2a.device)
+    elif rows is not None:
         shape = (a2a.num_ranks, a2a.config.max_tokens, hidden)
         dtypes = tuple(native.NUMBER) if combined.is_encoded else (dtype,)
         _check_vectors("rows", check_tensor("rows", rows, dtypes, shape, a2a.device))
@@ -338,31 +348,40 @@ def combine_begin(
         out = torch.empty((handle.num_rows, hidden), dtype=dtype, device=a2a.device)
     else:
         _check_vectors("out", check_tensor("out", out, (dtype,), (handle.num_rows, hidden), a2a.device))
-    if rows is not None:
+    if rows is not None and order is not None:
+        channel.stage_pairs(rows, order)
+    elif rows is not None:
         channel.stage_rows(rows)
     channel.signal_end(native.PHASE_COMBINE)
     return PendingCombine(handle, out)
 
 
 def combine(
-    a2a: A2A, handle: Handle, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
+    a2a: A2A,
+    handle: Handle,
+    rows: torch.Tensor | None = None,
+    order: Order | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Bring the results back: for each token the rows of its distinct ranks, added in rank order in fp32.
 
-    Collective; ends the round. Runs on the current stream. The same bits in every run. Routing weights are not
-    applied here: experts put weighted, locally reduced rows into the outbox.
+    Collective; ends the round. Runs on the current stream. The same bits in every run. Routing weights are
+    applied here only with an `order`: else experts put weighted, locally reduced rows into the outbox.
 
     handle   of the open round
     rows     [num_ranks, max_tokens, H] in the combine dtype, contiguous, on a multiple of 16 bytes: results at the
              valid rows; None = they are in `a2a.outbox(channel)` already. Where `config.combine` is encoded: bf16,
              fp16 or fp32, and not None
+    order    of this round's `compact` or `by_expert`: then `rows` are [*order.shape, H] in bf16, fp16 or fp32, one row
+             for each pair. A received row is the sum of its pairs in k order, each times its weight, in fp32 from
+             zero, rounded once to the combine format; pairs that were dropped add nothing
     out      [T, H] in the combine dtype, bf16 where that is encoded, contiguous, on a multiple of 16 bytes; None = from
              torch's allocator
     Returns  [T, H]; rows past `num_tokens` and tokens that went nowhere are zero; NaN after an abort
     Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout,
              ChannelMisuse, RoundMismatch: for ever
     """
-    return combine_begin(a2a, handle, rows, out).wait()
+    return combine_begin(a2a, handle, rows, order, out).wait()
 
 
 def release_begin(a2a: A2A, handle: Handle) -> PendingRelease:
@@ -392,6 +411,25 @@ def _check_a2a(a2a: A2A) -> A2A:
     if not isinstance(a2a, A2A):
         raise TypeError(f"a2a must be what connect returned, not {type(a2a).__name__}")
     return a2a
+
+
+def _check_order(
+    handle: Handle, rows: torch.Tensor | None, order: Order, hidden: int, device: torch.device
+) -> torch.Tensor:
+    """`rows`, if they fit `order`, and that the round."""
+    if not isinstance(order, Order):
+        raise TypeError(f"order must be the order of what compact or by_expert returned, not {type(order).__name__}")
+    if order.handle is not handle:
+        there, here = order.handle, handle
+        raise RoundError(
+            f"this order is of round {there.round} of channel {there.channel}"
+            f"{'' if there.a2a is here.a2a else ' of another A2A'}, the handle of round {here.round} of channel "
+            f"{here.channel}"
+        )
+    if rows is None:
+        raise ValueError(f"order needs rows [{', '.join(map(str, (*order.shape, hidden)))}], they are None")
+    _check_vectors("rows", check_tensor("rows", rows, tuple(native.NUMBER), (*order.shape, hidden), device))
+    return rows
 
 
 def _check_vectors(name: str, tensor: torch.Tensor) -> None:

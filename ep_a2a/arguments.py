@@ -9,7 +9,7 @@ import torch
 
 from ep_a2a import native
 from ep_a2a.config import Config
-from ep_a2a.layout import VECTOR_BYTES, Layout
+from ep_a2a.layout import Layout, alignment
 from ep_a2a.quant import encode
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
@@ -89,14 +89,9 @@ class DispatchInputs:
             address = source.rows.data_ptr()
             slot.rows = address
             slot.num_bytes = plane.source_bytes
-            slot.align_bytes = _alignment(address | plane.source_bytes)
+            slot.align_bytes = alignment(address | plane.source_bytes)
             slot.tail = None if source.tail is None else source.tail.data_ptr()
             slot.tail_stride = 0 if source.tail is None or source.tail.dim() == 0 else 1
-
-
-def _alignment(bits: int) -> int:
-    """The largest power of two up to 16 that divides a number."""
-    return (bits | VECTOR_BYTES) & -(bits | VECTOR_BYTES)
 
 
 def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ep_a2a.received import Handle, outbox_view, received_views
 if TYPE_CHECKING:
     from ep_a2a.api import A2A
     from ep_a2a.arguments import DispatchInputs
+    from ep_a2a.route import Order
     from ep_a2a.symm import SymmetricMemory
 
 
@@ -49,7 +51,7 @@ class Channel:
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8)
         self._status = native.Status()
         self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
-        self.received = received_views(a2a, layout, config.payload, config.hidden, region, self._state)
+        self.received = received_views(a2a, index, layout, config.payload, config.hidden, region, self._state)
         self.outbox = None if config.combine.is_encoded else outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
         self._make_params()
@@ -110,6 +112,28 @@ class Channel:
             scales_offset=layout.outbox_row.scales_offset,
             row_scale_offset=layout.outbox_row.row_scale_offset,
         )
+        self._make_route_params(params)
+
+    def _make_route_params(self, params: Callable[..., Any]) -> None:
+        a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
+        self._order = params(
+            native.OrderParams,
+            num_threads=_layout.copy_threads(layout.outbox_row.row_bytes),
+            hidden=config.hidden,
+            top_k=config.top_k,
+        )
+        num_segments, words_per_segment = _layout.route_segments(a2a.num_ranks * layout.bitmap_words)
+        self._route = params(
+            native.RouteParams,
+            num_segments=num_segments,
+            words_per_segment=words_per_segment,
+            top_k=config.top_k,
+            first_expert=a2a.local_experts.start,
+            num_experts=len(a2a.local_experts),
+            ids_plane=len(config.payload.columns),
+            pad_multiple=1,
+            planes=self._dispatch.planes,
+        )
 
     def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
         """Use the phased schedule by this split, or the general one."""
@@ -127,7 +151,7 @@ class Channel:
         return self._error
 
     def raise_input_error(self) -> None:
-        """Raise and clear what a kernel had to correct in the inputs of an earlier round."""
+        """Raise and clear what a kernel had to correct in the inputs of an earlier round, or could not place."""
         if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
             raise error
 
@@ -153,6 +177,12 @@ class Channel:
             )
         if self.stage is not Stage.OPEN:
             raise RoundError(f"round {handle.round} of channel {self.index} is {self.stage.value}")
+
+    def open_handle(self) -> Handle:
+        """The handle of the round whose rows may be read now. Raises RoundError if there is none."""
+        if self.handle is None or self.stage is not Stage.OPEN:
+            raise RoundError(f"channel {self.index} is {self.stage.value}: it holds no rows that may be read")
+        return self.handle
 
     # ---- the launches of a round ----
 
@@ -187,6 +217,35 @@ class Channel:
         self._outbox_params.number = native.NUMBER[rows.dtype]
         self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
         self._library.outbox_stage(self._outbox_params, self._stream())
+
+    def route_params(self) -> Any:
+        """Parameters of a routing, to be completed: where the received rows lie."""
+        return native.RouteParams.from_buffer_copy(self._route)
+
+    def route(self, params: Any) -> None:
+        """Number the pairs of received rows and experts; with slots, fill those."""
+        params.num_ctas = self._num_ctas(params.num_slots)
+        self._library.route(params, self._stream())
+
+    def route_ids(self, params: Any) -> None:
+        """Write the ids of this rank's experts."""
+        self._library.route_ids(params, self._stream())
+
+    def stage_pairs(self, rows: torch.Tensor, order: Order) -> None:
+        """Add up the rows of pairs into the valid rows of the outbox."""
+        to = self.outbox
+        if to is None:  # sums in fp32 are encoded into it
+            shape = (self._a2a.num_ranks, self._a2a.config.max_tokens, self._a2a.config.hidden)
+            to = rows.new_empty(shape, dtype=torch.float32)
+        self._order.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
+        self._order.rows, self._order.rows_number = rows.data_ptr(), native.NUMBER[rows.dtype]
+        self._order.to, self._order.to_number = to.data_ptr(), native.NUMBER[to.dtype]
+        self._order.to_row_bytes = to.stride(1) * to.dtype.itemsize
+        self._order.pair_slots = order.pair_slots.data_ptr()
+        self._order.weights = order.weights.data_ptr()
+        self._library.outbox_order(self._order, self._stream())
+        if self.outbox is None:
+            self.stage_rows(to)
 
     def signal_end(self, phase: int) -> None:
         """Tell the peers that this rank has ended the round."""

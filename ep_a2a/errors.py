@@ -35,6 +35,10 @@ class InvalidCount(EpError):
     """The token count on the device was outside [0, T]; it was clamped."""
 
 
+class CapacityExceeded(EpError):
+    """More pairs of rows and experts came than `compact` or `by_expert` had slots for; the others were dropped."""
+
+
 class ConfigMismatch(EpError):
     """Ranks called `connect` with configurations that differ."""
 

@@ -48,6 +48,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def alignment(bits: int) -> int:
+    """The largest power of two up to 16 that divides a number."""
+    return (bits | VECTOR_BYTES) & -(bits | VECTOR_BYTES)
+
+
 @dataclass(frozen=True)
 class Column:
     """A plane of a payload format: one element of `dtype` for every `hidden_per_element` values of a token."""
@@ -275,6 +280,30 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         mask_words=mask_words,
         state_bytes=state_bytes,
     )
+
+
+# ---- pairs of received rows and experts --------------------------------------------------------------------------
+
+MAX_SEGMENTS = 1024  # warps that number pairs; each takes a run of bitmap words
+MAX_ROUTE_EXPERTS = 8192  # of one rank: such a warp keeps a count for each in shared memory
+MAX_PAIRS = 2**31 - 1  # slots have 32-bit numbers
+
+
+def route_segments(num_words: int) -> tuple[int, int]:
+    """How many segments the bitmap words of all sources are cut into, and how many words a segment has."""
+    words = -(-num_words // MAX_SEGMENTS)
+    return -(-num_words // words), words
+
+
+def route_scratch_words(num_experts: int, num_segments: int) -> int:
+    """Scratch of a routing, u32: [num_experts, num_segments] and a counter behind it."""
+    return num_experts * num_segments + 1
+
+
+def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -> int:
+    """The most slots that `num_rows` received rows can need; a token may name one expert in all of its places."""
+    pairs = num_rows * top_k if num_experts else 0
+    return (pairs + min(num_experts, pairs) * (pad_multiple - 1)) // pad_multiple * pad_multiple
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ep_a2a.errors import (
+    CapacityExceeded,
     ChannelMisuse,
     EpError,
     InvalidCount,
@@ -30,7 +31,7 @@ from ep_a2a.layout import FP8, MAX_PLANES, MXFP4, MXFP8, NVFP4
 PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
 _PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH = 1, 2, 3
-NUM_BAD_INPUTS = 2
+NUM_BAD_INPUTS = 3
 NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODING = {NVFP4: 1, MXFP4: 2, FP8: 3, MXFP8: 4}  # 0 for the formats that are numbers as they are
 NO_BAD_ROUTING = 2**64 - 1
@@ -160,6 +161,62 @@ class OutboxParams(ctypes.Structure):
     ]
 
 
+class RowTarget(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("num_bytes", c_uint32),
+        ("align_bytes", c_uint32),
+    ]
+
+
+class RouteParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("num_segments", c_uint32),
+        ("words_per_segment", c_uint32),
+        ("top_k", c_uint32),
+        ("first_expert", c_uint32),
+        ("num_experts", c_uint32),
+        ("ids_plane", c_uint32),
+        ("pad_multiple", c_uint32),
+        ("group_rows", c_uint32),
+        ("num_slots", c_uint32),
+        ("num_ctas", c_uint32),
+        ("num_threads", c_uint32),
+        ("segment_starts", c_void_p),
+        ("counter", c_void_p),
+        ("counts", c_void_p),
+        ("expert_offsets", c_void_p),
+        ("row_index", c_void_p),
+        ("k", c_void_p),
+        ("weights", c_void_p),
+        ("global_scale", c_void_p),
+        ("pair_slots", c_void_p),
+        ("topk_ids", c_void_p),
+        ("channel", Channel),
+        ("planes", Plane * MAX_PLANES),
+        ("targets", RowTarget * MAX_PLANES),
+    ]
+
+
+class OrderParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("num_ctas", c_uint32),
+        ("num_threads", c_uint32),
+        ("hidden", c_uint32),
+        ("top_k", c_uint32),
+        ("rows_number", c_uint32),
+        ("to_number", c_uint32),
+        ("to_row_bytes", c_uint32),
+        ("pair_slots", c_void_p),
+        ("weights", c_void_p),
+        ("rows", c_void_p),
+        ("to", c_void_p),
+        ("channel", Channel),
+    ]
+
+
 class QuantParams(ctypes.Structure):
     _fields_ = [
         ("struct_bytes", c_uint32),
@@ -187,6 +244,9 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     DispatchParams,
     WaitParams,
     OutboxParams,
+    RowTarget,
+    RouteParams,
+    OrderParams,
     QuantParams,
 )
 _LAUNCHERS = (
@@ -194,7 +254,10 @@ _LAUNCHERS = (
     "ep_a2a_wait",
     "ep_a2a_end_signal",
     "ep_a2a_outbox_stage",
+    "ep_a2a_outbox_order",
     "ep_a2a_combine_pull",
+    "ep_a2a_route",
+    "ep_a2a_route_ids",
     "ep_a2a_quant_encode",
     "ep_a2a_quant_decode",
 )
@@ -248,7 +311,10 @@ class Library:
     wait: Callable[[WaitParams, int], None]
     end_signal: Callable[[WaitParams, int], None]
     outbox_stage: Callable[[OutboxParams, int], None]
+    outbox_order: Callable[[OrderParams, int], None]
     combine_pull: Callable[[OutboxParams, int], None]
+    route: Callable[[RouteParams, int], None]
+    route_ids: Callable[[RouteParams, int], None]
     quant_encode: Callable[[QuantParams, int], None]
     quant_decode: Callable[[QuantParams, int], None]
 
@@ -322,7 +388,7 @@ def _phase(number: int) -> str:
 
 def take_input_error(rank: int, records: ctypes.Array[InputRecord]) -> EpError | None:
     """The first exception that the input records stand for, and that record cleared; None if there is none."""
-    routing, count = records
+    routing, count, overflow = records
     if routing.present:
         routing.present = 0
         return InvalidRouting(
@@ -333,6 +399,14 @@ def take_input_error(rank: int, records: ctypes.Array[InputRecord]) -> EpError |
         count.present = 0
         return InvalidCount(
             f"rank {rank}: num_tokens={count.value} on the device is not in [0, {count.limit}]; it was clamped"
+        )
+    if overflow.present:
+        overflow.present = 0
+        one = overflow.token >= 0
+        what = f"expert {overflow.token} has {overflow.value} pairs" if one else f"{overflow.value} slots are needed"
+        return CapacityExceeded(
+            f"rank {rank}: {what}, there was room for {overflow.limit}; give {'max_rows' if one else 'capacity'}="
+            f"{overflow.value} or more; the pairs that found no slot were dropped"
         )
     return None
 

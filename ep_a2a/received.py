@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ep_a2a import route
 from ep_a2a.layout import Format, Layout
 from ep_a2a.quant import swizzle_scales
 
@@ -54,6 +55,7 @@ class Received:
     num_tokens: torch.Tensor
     _bitmap: torch.Tensor = field(repr=False)
     _a2a: A2A = field(repr=False)  # keeps the memory of the views
+    _channel: int = field(repr=False)
 
     @property
     def valid(self) -> torch.Tensor:
@@ -73,6 +75,51 @@ class Received:
             raise TypeError(f"{self.payload} rows have no scales")
         return swizzle_scales(self.scales.flatten(0, 1))
 
+    # The operations below run on the current stream without synchronisation, take their results from torch's
+    # allocator, give the same bits every run, and may be captured in a graph. They are made while the round is open.
+
+    def topk_ids(self) -> torch.Tensor:
+        """int32 [R, max_tokens, K]: global experts, -1 where the row is not valid or the expert not this rank's.
+
+        Local; allocates. Raises RoundError (the round is not open), StickyError, ClosedError, ValueError (too many
+        experts or pairs).
+        """
+        return route.topk_ids(self)
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """int32 [E_local]: (row, expert) pairs of each expert of this rank; an id twice in a token counts twice.
+
+        Local; every access counts anew on the device and allocates. Raises as `topk_ids`.
+        """
+        return route.num_tokens_per_expert(self)
+
+    def compact(self, pad_multiple: int = 1, capacity: int | None = None) -> route.Pairs:
+        """Gather the rows of each expert of this rank, one behind the other: slots are [capacity].
+
+        Local; allocates. Moves each pair's payload row once.
+
+        pad_multiple  each group takes a multiple of this many slots
+        capacity      slots, a multiple of `pad_multiple`; None = as many as any routing can need, which is
+                      R * max_tokens * K and padding: a token may name an expert K times
+        Returns       `Pairs`. Pairs that find no slot are dropped, nothing is written past the end, and
+                      `CapacityExceeded` with the slots needed is raised by `check()` or the next dispatch
+        Raises        TypeError, ValueError; as `topk_ids`
+        """
+        return route.compact(self, pad_multiple, capacity)
+
+    def by_expert(self, max_rows: int) -> route.Pairs:
+        """Gather the rows of each expert of this rank into a group of its own: slots are [E_local, max_rows].
+
+        Local; allocates. Moves each pair's payload row once, and zeros into the slots without a pair.
+
+        max_rows  slots of each expert
+        Returns   `Pairs`; pairs past `max_rows` are dropped and told as in `compact`, of the lowest expert that has
+                  too many
+        Raises    TypeError, ValueError; as `topk_ids`
+        """
+        return route.by_expert(self, max_rows)
+
 
 def strided(memory: torch.Tensor, dtype: torch.dtype, offset: int, *dims: tuple[int, int]) -> torch.Tensor:
     """A view of uint8 `memory` at byte `offset`, with `dims` as (size, stride in bytes)."""
@@ -83,7 +130,7 @@ def strided(memory: torch.Tensor, dtype: torch.dtype, offset: int, *dims: tuple[
 
 
 def received_views(
-    a2a: A2A, layout: Layout, payload: Format, hidden: int, memory: torch.Tensor, state: torch.Tensor
+    a2a: A2A, channel: int, layout: Layout, payload: Format, hidden: int, memory: torch.Tensor, state: torch.Tensor
 ) -> Received:
     """The views of one channel: `memory` is this rank's part of the region for it, `state` its private state."""
     ranks, tokens = layout.num_ranks, layout.max_tokens
@@ -115,6 +162,7 @@ def received_views(
         num_tokens=strided(state, torch.int32, layout.source_counts_offset, (ranks, 4)),
         _bitmap=strided(memory, torch.int32, layout.bitmap_offset, *bitmap_words),
         _a2a=a2a,
+        _channel=channel,
     )
 
 

@@ -21,7 +21,7 @@ MAX_LIBRARY_LINES = 9000
 FLOORS = [
     ("config", "layout", "errors", "world", "rendezvous", "testing.nvfp4", "testing.formats"),
     ("symm", "native", "quant"),
-    ("api", "arguments", "channel", "received", "experts"),
+    ("api", "arguments", "channel", "received", "route", "experts"),
     ("moe", "ops", "testing"),
     ("adapters", "demo", "report", "doctor", "trace", "__main__", ""),  # "" is `ep_a2a` itself
 ]

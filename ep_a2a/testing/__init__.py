@@ -7,6 +7,8 @@ payload_planes, decode_planes        rows to the planes of a configuration's pay
 destinations                         to which ranks a token goes
 reference_dispatch                   what a rank must hold after dispatch
 reference_combine                    what combine must return, bit for bit
+reference_compact, reference_by_expert  the pairs of received rows and experts, in slots
+reference_ordered_outbox             what combine makes of the rows of such pairs, bit for bit
 reference_moe                        a whole layer in float64, with two error bounds
 reference_part, reference_sum        the same, made by several processes
 assert_same_bits, assert_within      comparisons that name the first element that differs
@@ -25,11 +27,13 @@ from ep_a2a.testing.exchange import (
 from ep_a2a.testing.formats import coding_error, decode_format, encode_format
 from ep_a2a.testing.moe import MoEPart, MoEReference, reference_moe, reference_part, reference_sum
 from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
+from ep_a2a.testing.route import ExpectedPairs, reference_by_expert, reference_compact, reference_ordered_outbox
 from ep_a2a.testing.routing import ROUTINGS, Routing
 
 __all__ = [
     "ROUTINGS",
     "Expected",
+    "ExpectedPairs",
     "MoEPart",
     "MoEReference",
     "Routing",
@@ -43,9 +47,12 @@ __all__ = [
     "encode_format",
     "encode_nvfp4",
     "payload_planes",
+    "reference_by_expert",
     "reference_combine",
+    "reference_compact",
     "reference_dispatch",
     "reference_moe",
+    "reference_ordered_outbox",
     "reference_part",
     "reference_sum",
 ]
