@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a import BF16, FP16, FP32, NVFP4, CapacityExceeded, ClosedError, RoundError, layout, route
+from ep_a2a import BF16, FP8, FP16, FP32, NVFP4, CapacityExceeded, ClosedError, RoundError, layout, route
 from ep_a2a.testing import (
     ROUTINGS,
     assert_same_bits,
@@ -265,14 +265,14 @@ def wanted_out(config, outbox_of, ids, rank, num_ranks):
     """What combine must return on `rank`, from the outboxes of all ranks."""
     masks = [torch.zeros(0, num_ranks, dtype=torch.bool) for _ in range(num_ranks)]
     masks[rank] = destinations(ids, config.num_experts, num_ranks)
-    return reference_combine([outbox_of(r) for r in range(num_ranks)], masks)[rank]
+    return reference_combine([outbox_of(r) for r in range(num_ranks)], masks, config.combine)[rank]
 
 
 @pytest.mark.parametrize("rows", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("combine", [BF16, FP16, FP32])
+@pytest.mark.parametrize("combine", [BF16, FP16, FP32, FP8, NVFP4])
 @pytest.mark.parametrize("how", ["compact", "by_expert"])
 def test_combine_with_an_order(rows, combine, how):
-    case = Case(num_experts=6, top_k=5, hidden=96, max_tokens=12, combine=combine, routing="duplicates", num_rounds=2)
+    case = Case(num_experts=6, top_k=5, hidden=128, max_tokens=12, combine=combine, routing="duplicates", num_rounds=2)
     case = replace(case, counts="full")
 
     def body(group):
@@ -288,7 +288,8 @@ def test_combine_with_an_order(rows, combine, how):
                     else:
                         pairs = reference_by_expert(config, expected, rank, 2 if rank == 2 else 60)
                     values = slot_rows(case, rank, pairs.row_index.shape, dtype)
-                    return reference_ordered_outbox(expected, pairs, values, combine.columns[0].dtype)
+                    encoded_from = torch.float32 if combine.is_encoded else combine.result_dtype
+                    return reference_ordered_outbox(expected, pairs, values, encoded_from)
 
                 received, handle, _, ids = dispatch(a2a, case, round_)
                 last = a2a.rank == 2
