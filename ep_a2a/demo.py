@@ -194,7 +194,7 @@ def compare(
     x, ids, weights = (torch.cat([getattr(t, name) for t in tokens]) for name in ("x", "ids", "weights"))
     rows = testing.decode_planes(config, testing.payload_planes(config, x))
 
-    def decoded(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(expert: int) -> tuple[torch.Tensor, ...]:
         step()
         return experts.weights.decoded(expert - experts.first_expert)
 

@@ -1,17 +1,21 @@
 """The experts of one rank: received rows in, one reduced row for each of them into the outbox.
 
-ExpertWeights    NVFP4 weights of the local experts, in the checkpoint's layout
+ExpertWeights    4-bit weights and biases of the local experts, in the checkpoint's layout; GateOrder of their rows
 LocalExperts     applies them to a round
+activations      SILU, GELU_TANH, RELU2, swigluoai(...)
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ep_a2a.experts.plain import OUTBOX_DTYPES, Received, run_plain
-from ep_a2a.experts.weights import ExpertWeights
+from ep_a2a.experts import activations
+from ep_a2a.experts.activations import SILU, Activation
+from ep_a2a.experts.plain import INTERMEDIATES, OUTBOX_DTYPES, Received, run_plain
+from ep_a2a.experts.weights import ExpertWeights, GateOrder
+from ep_a2a.layout import BF16, Format
 
-__all__ = ["ExpertWeights", "LocalExperts", "Received"]
+__all__ = ["Activation", "ExpertWeights", "GateOrder", "LocalExperts", "Received", "activations"]
 
 
 class LocalExperts:
@@ -19,15 +23,34 @@ class LocalExperts:
 
     weights       their weights
     first_expert  the global id of the first one (`layout.first_expert`)
+    activation    between the two products
+    intermediate  how its result enters the second product: BF16, or re-quantised to NVFP4, each row by itself
 
-    Raises ValueError for a negative first_expert.
+    Raises ValueError for a negative first_expert, an activation that needs another number of matrices, a format that
+    is not known or does not fit the intermediate size.
     """
 
-    def __init__(self, weights: ExpertWeights, first_expert: int) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        first_expert: int,
+        activation: Activation = SILU,
+        intermediate: Format = BF16,
+    ) -> None:
         if first_expert < 0:
             raise ValueError(f"first_expert={first_expert}: must be 0 or more")
+        if activation.num_matrices != weights.num_matrices:
+            raise ValueError(
+                f"{activation} needs w13 with {activation.num_matrices} x intermediate = "
+                f"{activation.num_matrices * weights.intermediate} rows, it has {weights.w13.shape[1]}"
+            )
+        if intermediate not in INTERMEDIATES or weights.intermediate % intermediate.hidden_multiple:
+            legal = ", ".join(f"{f} (a multiple of {f.hidden_multiple})" for f in INTERMEDIATES)
+            raise ValueError(f"intermediate={intermediate!r} of {weights.intermediate} values: must be {legal}")
         self.weights = weights
         self.first_expert = first_expert
+        self.activation = activation
+        self.intermediate = intermediate
 
     def __call__(self, received: Received, outbox: Tensor) -> None:
         """Write into the outbox, for every valid row, the weighted sum over its local experts in ascending k.
@@ -49,4 +72,4 @@ class LocalExperts:
         devices = (received.rows.device, outbox.device, self.weights.device)
         if len(set(devices)) > 1:
             raise ValueError("rows are on {}, the outbox on {}, the weights on {}: must be one".format(*devices))
-        run_plain(self.weights, self.first_expert, received, outbox)
+        run_plain(self.weights, self.first_expert, received, outbox, self.activation, self.intermediate)

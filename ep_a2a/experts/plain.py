@@ -1,8 +1,9 @@
 """Local experts in plain torch: the slow path that runs everywhere and that the kernels are compared with.
 
-For every (row, local expert) pair: rows and weights decoded to fp32, two matrix products in fp32, silu(gate) * up,
-rounded to bf16 in between, times the routing weight; the pairs of a row are added in ascending k in fp32, and the sum
-is rounded once, into the outbox. Only valid rows of the outbox are written.
+For every (row, local expert) pair: rows and weights decoded to fp32, two matrix products in fp32 with their biases, the
+activation in between, its result rounded to bf16 or to NVFP4 (straight from fp32, with a global scale for each row),
+times the routing weight; the pairs of a row are added in ascending k in fp32, and the sum is rounded once, into the
+outbox. Only valid rows of the outbox are written.
 
 Rows enter the products in tiles of 32, padded with zeros, so that every product has the same shape whatever the load.
 The bits of a row are the same in every run of a process with one setting of torch (threads, matmul precision). On a CPU
@@ -17,11 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ep_a2a.experts.activations import SILU, Activation
 from ep_a2a.experts.weights import ExpertWeights
-from ep_a2a.layout import Format
+from ep_a2a.layout import BF16, NVFP4, Format
 from ep_a2a.testing.formats import decode_format
+from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
 
 TILE_ROWS = 32
+INTERMEDIATES = (BF16, NVFP4)
 OUTBOX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,7 +50,14 @@ class Received(Protocol):
     def valid(self) -> Tensor: ...  # bool [...]: this row was routed here in this round
 
 
-def run_plain(weights: ExpertWeights, first_expert: int, received: Received, outbox: Tensor) -> None:
+def run_plain(
+    weights: ExpertWeights,
+    first_expert: int,
+    received: Received,
+    outbox: Tensor,
+    activation: Activation,
+    intermediate: Format,
+) -> None:
     """Apply the local experts to all valid rows; see the head of this module. Local; synchronises with the device.
 
     Needs fp32 memory for (pairs + valid rows) * H values and for one decoded expert.
@@ -60,7 +71,7 @@ def run_plain(weights: ExpertWeights, first_expert: int, received: Received, out
     contributions = rows.new_empty(int(here.sum()), received.hidden)
     for expert in sorted(set(ids[here].tolist())):
         row, k = (ids == expert).nonzero(as_tuple=True)
-        y = expert_product(rows[row], *weights.decoded(expert))
+        y = expert_product(rows[row], weights.decoded(expert), activation, intermediate)
         contributions[pair_of[row, k]] = y * routing[row, k].unsqueeze(1)
     total = torch.zeros_like(rows)
     for k in range(ids.shape[1]):
@@ -81,14 +92,20 @@ def decode_rows(received: Received, valid: Tensor) -> Tensor:
     return decode_format(planes, received.payload)
 
 
-def expert_product(rows: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """silu(gate) * up, rounded to bf16, through w2: rows [n, H] fp32 -> [n, H] fp32, in tiles of 32 rows. Local."""
+def expert_product(
+    rows: Tensor,
+    expert: tuple[Tensor, Tensor, Tensor, Tensor],
+    activation: Activation = SILU,
+    intermediate: Format = BF16,
+) -> Tensor:
+    """An expert (w13, w2, b13, b2, as `decoded`) on rows [n, H] fp32 -> [n, H] fp32, in tiles of 32 rows. Local."""
+    w13, w2, b13, b2 = expert
     y = torch.empty_like(rows)
     for start in range(0, rows.shape[0], TILE_ROWS):
         part = rows[start : start + TILE_ROWS]
         tile = rows.new_zeros(TILE_ROWS, rows.shape[1])
         tile[: part.shape[0]] = part
-        gate, up = (tile @ w13.T).chunk(2, dim=1)
-        intermediate = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-        y[start : start + TILE_ROWS] = (intermediate @ w2.T)[: part.shape[0]]
+        m = activation(*(tile @ w13.T + b13).chunk(activation.num_matrices, dim=1))
+        m = decode_nvfp4(*encode_nvfp4(m)) if intermediate == NVFP4 else m.bfloat16().float()
+        y[start : start + TILE_ROWS] = (m @ w2.T + b2)[: part.shape[0]]
     return y
