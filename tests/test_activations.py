@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -17,14 +18,23 @@ from torch import Tensor
 from ep_a2a.config import Config
 from ep_a2a.experts import Activation, ExpertWeights, GateOrder, LocalExperts
 from ep_a2a.experts.activations import GELU_TANH, RELU2, SILU, swigluoai
-from ep_a2a.layout import BF16, FP32, NVFP4, Format
-from ep_a2a.testing import MoEReference, assert_same_bits, assert_within, encode_nvfp4, reference_moe
+from ep_a2a.layout import BF16, FP32, MXFP4, NVFP4, Format
+from ep_a2a.testing import MoEReference, assert_same_bits, assert_within, encode_format, reference_moe
 from ep_a2a.testing.intermediate import quantization_error, quantized
 
 TIGHT = swigluoai(alpha=1.1, beta=0.5, limit=0.75)  # the limit is met often
 ACTIVATIONS = (SILU, GELU_TANH, swigluoai(), TIGHT, RELU2)
-INTERMEDIATES = (BF16, NVFP4)
+INTERMEDIATES = (BF16, NVFP4, MXFP4)
 NUM_TOKENS, HIDDEN, INNER, NUM_EXPERTS, TOP_K = 6, 128, 64, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small are slower with threads, by far where other processes run."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -125,14 +135,15 @@ def test_swigluoai_is_compared_by_value_and_refuses_what_is_not_a_limit() -> Non
 # ---- a layer -----------------------------------------------------------------------------------------------------
 
 
-def make_weights(activation: Activation, biases: bool = True, seed: int = 2) -> ExpertWeights:
+def make_weights(activation: Activation, biases: bool = True, fmt: Format = NVFP4, seed: int = 2) -> ExpertWeights:
     gen = torch.Generator().manual_seed(seed)
     rows = activation.num_matrices * INNER
     w13 = 1.5 * torch.randn(NUM_EXPERTS, rows, HIDDEN, generator=gen) / HIDDEN**0.5
+    w13[..., 1] = -w13[..., 0]  # large equal values in both columns cancel, and leave errors
     w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=gen) / INNER**0.5
     b13 = torch.randn(NUM_EXPERTS, rows, generator=gen).bfloat16()
     b2 = torch.randn(NUM_EXPERTS, HIDDEN, generator=gen)
-    return ExpertWeights.quantize(w13, w2, *((b13, b2) if biases else ()))
+    return ExpertWeights.quantize(w13, w2, *((b13, b2) if biases else ()), format=fmt)
 
 
 def reordered(weights: ExpertWeights, order: GateOrder) -> ExpertWeights:
@@ -190,26 +201,27 @@ def imitate(weights: ExpertWeights, activation: Activation, intermediate: Format
             w13, w2, b13, b2 = (t.numpy() for t in weights.decoded(int(tokens.ids[0, token, k])))
             z = np.c_[b13, w13 * tokens.rows[0, token].float().numpy()].cumsum(axis=1, dtype=np.float32)[:, -1]
             m = torch.from_numpy(FORMULAS[activation](z[:INNER], z[-INNER:]).astype(np.float32))
-            q = m.bfloat16().double() if intermediate == BF16 else decoded(m)
+            q = m.bfloat16().double() if intermediate == BF16 else decoded(m, intermediate)
             y = np.c_[w2 * q.float().numpy(), b2].cumsum(axis=1, dtype=np.float32)[:, -1]
             out[token] += tokens.weights[0, token, k] * torch.from_numpy(y)
     return out
 
 
-def decoded(m: Tensor) -> Tensor:
-    """NVFP4 and back, from the definition, in float64."""
-    packed, scales, g = encode_nvfp4(m)
+def decoded(m: Tensor, fmt: Format) -> Tensor:
+    """NVFP4 or MXFP4 and back, from the definition, in float64."""
+    packed, scales, *g = encode_format(m, fmt)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(m.shape)
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[(codes & 7).long()]
     values = torch.where(codes > 7, -values, values)
-    return values * scales.double().repeat_interleave(16, dim=-1) * g.double().unsqueeze(-1)
+    values = values * scales.double().repeat_interleave(16 if fmt == NVFP4 else 32, dim=-1)
+    return values * g[0].double().unsqueeze(-1) if g else values
 
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("intermediate", INTERMEDIATES, ids=repr)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_correct_layers_are_within_both_bounds(activation: Activation, intermediate: Format, biases: bool) -> None:
-    weights, tokens = make_weights(activation, biases), make_tokens()
+    weights, tokens = make_weights(activation, biases, NVFP4 if biases else MXFP4), make_tokens()
     wanted = reference(weights, activation, intermediate, tokens)
     for got in (
         run(LocalExperts(weights, 0, activation, intermediate), tokens),
@@ -221,10 +233,36 @@ def test_correct_layers_are_within_both_bounds(activation: Activation, intermedi
         assert ((got.double() - wanted.out).abs() / wanted.likely_bound).max() > 0.02, "a bound this wide tests nothing"
 
 
+@pytest.mark.parametrize("kind", ["bound", "likely_bound"])
+@pytest.mark.parametrize("intermediate", [NVFP4, MXFP4], ids=repr)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+def test_codes_that_flip_stay_within_the_bounds(activation: Activation, intermediate: Format, kind: str) -> None:
+    """An exact layer but for first products that are off by all that fp32 may do, or by what it is likely to do."""
+    gen = torch.Generator().manual_seed(7)
+    used = 0.0
+    for seed in range(4):
+        weights, tokens = make_weights(activation, seed=seed), make_tokens(seed)
+        tokens.rows[..., :2] = 2048.0
+        wanted = reference(weights, activation, intermediate, tokens)
+        out = torch.zeros_like(wanted.out)
+        for token, k in np.ndindex(NUM_TOKENS, TOP_K):
+            w13, w2, b13, b2 = (t.double() for t in weights.decoded(int(tokens.ids[0, token, k])))
+            x = tokens.rows[0, token].double()
+            noise = torch.randn(b13.shape, generator=gen).double()
+            unit = noise.sign() * HIDDEN if kind == "bound" else noise * HIDDEN**0.5
+            z = w13 @ x + b13 + unit * 2.0**-24 * (w13.abs() @ x.abs() + b13.abs())
+            q = decoded(activation(*z.float().unsqueeze(0).chunk(activation.num_matrices, dim=1)), intermediate)[0]
+            out[token] += float(tokens.weights[0, token, k]) * (w2 @ q + b2)
+        bound = getattr(wanted, kind)
+        assert_within(out, wanted.out, bound)
+        used = max(used, float(((out - wanted.out).abs() / bound).max()))
+    assert used > 0.01, "no code flipped, or the bound is wide"
+
+
 @pytest.mark.parametrize("intermediate", INTERMEDIATES, ids=repr)
 @pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a.num_matrices == 2], ids=repr)
 def test_gate_orders_give_the_same_bits(activation: Activation, intermediate: Format) -> None:
-    weights, tokens = make_weights(activation), make_tokens()
+    weights, tokens = make_weights(activation, fmt=MXFP4 if intermediate == MXFP4 else NVFP4), make_tokens()
     wanted = run(LocalExperts(weights, 0, activation, intermediate), tokens)
     for order in GateOrder:
         assert_same_bits(
@@ -237,6 +275,28 @@ def test_gate_orders_give_the_same_bits(activation: Activation, intermediate: Fo
     assert_same_bits(encoded.decoded(0)[0][16], ExpertWeights.quantize(w13, w2).decoded(0)[0][1])
 
 
+def test_mxfp4_weights_decode_as_ml_dtypes_says_from_the_layout_of_gpt_oss() -> None:
+    """[E, 2I, H/32, 16] bytes, [E, 2I, H/32] exponents, rows gate, up, gate, up."""
+    gen = torch.Generator().manual_seed(6)
+    blocks = torch.randint(256, (2, 128, 3, 16), generator=gen, dtype=torch.uint8)
+    exponents = torch.randint(110, 135, (2, 128, 3), generator=gen, dtype=torch.uint8)
+    codes2, scales2 = blocks[:, :96, :2].flatten(2), exponents[:, :96, :2].contiguous().view(torch.float8_e8m0fnu)
+    scales = exponents.view(torch.float8_e8m0fnu)
+    weights = ExpertWeights(
+        blocks.flatten(2), scales, None, codes2, scales2, None, format=MXFP4, gate_order=GateOrder.INTERLEAVED
+    )
+    assert (weights.num_experts, weights.hidden, weights.intermediate, weights.num_matrices) == (2, 96, 64, 2)
+    for expert in range(2):
+        bytes_ = blocks[expert].numpy()
+        codes = np.stack((bytes_ & 15, bytes_ >> 4), -1).reshape(128, 3, 32).view(ml_dtypes.float4_e2m1fn)
+        scale = exponents[expert].numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        wanted = (codes.astype(np.float32) * scale[..., None]).reshape(128, 96)
+        w13, w2, b13, b2 = weights.decoded(expert)
+        np.testing.assert_array_equal(w13.numpy(), np.concatenate((wanted[::2], wanted[1::2])))
+        np.testing.assert_array_equal(w2.numpy(), wanted[:96, :64])
+        assert not b13.any() and not b2.any()
+
+
 def mistakes(
     weights: ExpertWeights, activation: Activation, intermediate: Format
 ) -> dict[str, tuple[ExpertWeights, Activation, Format]]:
@@ -245,8 +305,8 @@ def mistakes(
     found = {
         "b13 forgotten": (change(weights, b13=None), activation, intermediate),
         "b2 forgotten": (change(weights, b2=None), activation, intermediate),
-        "other intermediate": (weights, activation, NVFP4 if intermediate == BF16 else BF16),
     }
+    found |= {f"kept as {other}": (weights, activation, other) for other in INTERMEDIATES if other != intermediate}
     others = {}
     if activation.num_matrices == 2:
         for order in (GateOrder.UP_FIRST, GateOrder.INTERLEAVED):
@@ -275,15 +335,16 @@ def test_planted_mistakes_exceed_the_worst_case_bound(activation: Activation, in
             assert_within(got, wanted.out, wanted.bound, name)
 
 
-def test_a_single_wrong_code_exceeds_the_bound() -> None:
-    """One code of an intermediate in NVFP4, moved to its neighbour where no boundary is near."""
+@pytest.mark.parametrize("intermediate", [NVFP4, MXFP4], ids=repr)
+def test_a_single_wrong_code_exceeds_the_bound(intermediate: Format) -> None:
+    """One code of an intermediate, moved to its neighbour where no boundary is near."""
     weights, tokens = make_weights(SILU), make_tokens()
-    wanted = reference(weights, SILU, NVFP4, tokens)
-    got = run(LocalExperts(weights, 0, SILU, NVFP4), tokens).double()
+    wanted = reference(weights, SILU, intermediate, tokens)
+    got = run(LocalExperts(weights, 0, SILU, intermediate), tokens).double()
     expert, weight = int(tokens.ids[0, 0, 0]), float(tokens.weights[0, 0, 0])
     w13, w2, b13, _ = (t.double() for t in weights.decoded(expert))
     m = SILU(*(w13 @ tokens.rows[0, 0].double() + b13).chunk(2))
-    step = 0.5 * m[:16].abs().max() / 6  # the smallest one
+    step = 0.5 * m[:16].abs().max() / 8  # the smallest one, or less
     moved = got.clone()
     moved[0] += weight * step * w2[:, 0]
     with pytest.raises(AssertionError, match=r"out\[0, "):
@@ -297,30 +358,35 @@ def rows_to_quantize(kind: str, gen: torch.Generator) -> Tensor:
     m = torch.randn(16, 64, generator=gen).double()
     if kind == "wide":
         m *= torch.exp(6 * torch.randn(16, 64, generator=gen)).double()
+    if kind == "small":
+        m *= 1e-5
     if kind == "on boundaries":  # codes, scales and global scale lie on or beside the edges of their roundings
         m = (m * 8).round() / 4
         m[:, ::16] = 6.0 * (1 + torch.arange(4) / 16 + torch.arange(16).unsqueeze(1) % 2 * 1e-7)
         m[:, 0] = 2688.0
+        m[:, 32] = 8.0 * (1 + torch.arange(-8, 8) * 2.0**-24)
     if kind == "zeros":
         m[:8] = 0
         m[8:, 16:] *= 1e-9
     return m
 
 
-@pytest.mark.parametrize("relative", [0.0, 1e-7, 1e-4, 1e-2, 1.0])
-@pytest.mark.parametrize("kind", ["random", "wide", "on boundaries", "zeros"])
-def test_quantised_values_move_no_farther_than_said(kind: str, relative: float) -> None:
+@pytest.mark.parametrize("relative", [0.0, 1e-7, 1e-4, 1e-2, 1.0, 4.0])
+@pytest.mark.parametrize("kind", ["random", "wide", "small", "on boundaries", "zeros"])
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=repr)
+def test_quantised_values_move_no_farther_than_said(fmt: Format, kind: str, relative: float) -> None:
     gen = torch.Generator().manual_seed(5)
     m = rows_to_quantize(kind, gen)
-    assert torch.equal(quantized(m, NVFP4).float(), decoded(m.float()).float())
-    reach = relative * m.abs().amax(dim=-1, keepdim=True) * torch.rand(m.shape, generator=gen).double()
-    allowed = quantization_error(m, reach, NVFP4)
+    assert torch.equal(quantized(m, fmt).float(), decoded(m.float(), fmt).float())
+    share = torch.rand(m.shape, generator=gen).double().clamp(min=0.5 if relative > 1 else 0)  # or all may be 0
+    reach = relative * m.abs().amax(dim=-1, keepdim=True) * share
+    allowed, unmoved = quantization_error(m, reach, fmt), decoded(m.float(), fmt)
     used = torch.zeros_like(m)
-    for trial in range(150):
+    for trial in range(90):
         direction = torch.rand(m.shape, generator=gen).double() * 2 - 1
         if trial % 3:
             direction = direction.sign() if trial % 3 == 1 else direction.sign()[:, :1] * m.sign()
-        moved = (decoded((m + reach * direction).float()) - decoded(m.float())).abs()
+        moved = (decoded((m + reach * direction).float(), fmt) - unmoved).abs()
         assert (moved <= allowed).all(), trial
         used = torch.maximum(used, moved / allowed.clamp(min=1e-300))
     if relative in (1e-4, 1e-2) and kind == "random":
@@ -353,8 +419,19 @@ def test_biases_orders_and_formats_are_checked() -> None:
         LocalExperts(make_weights(RELU2), 0)
     with pytest.raises(ValueError, match=r"intermediate=FP32 of 64 values: must be BF16"):
         LocalExperts(weights, 0, SILU, FP32)
-    with pytest.raises(ValueError, match="format=BF16: must be one of NVFP4"):
+    with pytest.raises(ValueError, match="format=BF16: must be one of NVFP4, MXFP4"):
         dataclasses.replace(weights, format=BF16)
+    with pytest.raises(ValueError, match="format=FP32: must be one of NVFP4, MXFP4"):
+        ExpertWeights.quantize(torch.zeros(1, 64, 32), torch.zeros(1, 32, 32), format=FP32)
+    with pytest.raises(TypeError, match=r"w13_scales is torch\.float8_e4m3fn: must be torch\.float8_e8m0fnu for MXFP4"):
+        dataclasses.replace(weights, format=MXFP4)
+    with pytest.raises(TypeError, match=r"w13_global is torch\.float32: must be None for MXFP4"):
+        dataclasses.replace(make_weights(SILU, fmt=MXFP4), w13_global=weights.w13_global)
+    scales, codes = torch.ones(1, 64, 1).to(torch.float8_e8m0fnu), torch.zeros(1, 64, 24, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"hidden=48, intermediate=32: both must be multiples of 32"):
+        ExpertWeights(codes, scales, None, codes[:, :48, :16], scales, None, format=MXFP4)
+    with pytest.raises(ValueError, match=r"intermediate=MXFP4 of 48 values: must be .*MXFP4 \(a multiple of 32\)"):
+        LocalExperts(ExpertWeights.quantize(torch.zeros(1, 96, 32), torch.zeros(1, 32, 48)), 0, SILU, MXFP4)
     with pytest.raises(TypeError, match=r"b2 is torch\.float16: must be torch\.float32 or torch\.bfloat16 or None"):
         dataclasses.replace(weights, b2=weights.b2.half())
     with pytest.raises(ValueError, match=r"b13 is \(4, 64\): must be \(4, 128\)"):
@@ -363,17 +440,20 @@ def test_biases_orders_and_formats_are_checked() -> None:
         dataclasses.replace(weights, b2=weights.b2[:3])
 
 
-def test_biases_and_order_are_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=repr)
+def test_biases_order_and_format_are_saved(fmt: Format, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors")
     from safetensors.torch import save_file
 
-    weights = reordered(make_weights(SILU), GateOrder.INTERLEAVED)
+    weights = reordered(make_weights(SILU, fmt=fmt), GateOrder.INTERLEAVED)
     weights.save(tmp_path / "experts.safetensors")
     loaded = ExpertWeights.load(tmp_path / "experts.safetensors")
-    assert (loaded.gate_order, loaded.format) == (GateOrder.INTERLEAVED, NVFP4)
+    assert (loaded.gate_order, loaded.format) == (GateOrder.INTERLEAVED, fmt)
     assert loaded.tensors().keys() == weights.tensors().keys() >= {"b13", "b2"}
     for name, tensor in weights.tensors().items():
         assert_same_bits(loaded.tensors()[name], tensor, name)
+    if fmt == MXFP4:
+        return
     save_file(weights.tensors(), tmp_path / "bare.safetensors")
     assert ExpertWeights.load(tmp_path / "bare.safetensors").gate_order == GateOrder.GATE_FIRST
     save_file(weights.tensors(), tmp_path / "odd.safetensors", {"gate_order": "SIDEWAYS"})

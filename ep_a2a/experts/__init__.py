@@ -24,7 +24,7 @@ class LocalExperts:
     weights       their weights
     first_expert  the global id of the first one (`layout.first_expert`)
     activation    between the two products
-    intermediate  how its result enters the second product: BF16, or re-quantised to NVFP4, each row by itself
+    intermediate  how its result enters the second product: BF16, or re-quantised to NVFP4 or MXFP4, each row by itself
 
     Raises ValueError for a negative first_expert, an activation that needs another number of matrices, a format that
     is not known or does not fit the intermediate size.

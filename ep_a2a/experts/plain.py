@@ -1,9 +1,9 @@
 """Local experts in plain torch: the slow path that runs everywhere and that the kernels are compared with.
 
 For every (row, local expert) pair: rows and weights decoded to fp32, two matrix products in fp32 with their biases, the
-activation in between, its result rounded to bf16 or to NVFP4 (straight from fp32, with a global scale for each row),
-times the routing weight; the pairs of a row are added in ascending k in fp32, and the sum is rounded once, into the
-outbox. Only valid rows of the outbox are written.
+activation in between, its result rounded to bf16 or to 4 bits (straight from fp32; NVFP4 with a global scale for each
+row), times the routing weight; the pairs of a row are added in ascending k in fp32, and the sum is rounded once, into
+the outbox. Only valid rows of the outbox are written.
 
 Rows enter the products in tiles of 32, padded with zeros, so that every product has the same shape whatever the load.
 The bits of a row are the same in every run of a process with one setting of torch (threads, matmul precision). On a CPU
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ep_a2a.experts.activations import SILU, Activation
 from ep_a2a.experts.weights import ExpertWeights
-from ep_a2a.layout import BF16, NVFP4, Format
-from ep_a2a.testing.formats import decode_format
-from ep_a2a.testing.nvfp4 import decode_nvfp4, encode_nvfp4
+from ep_a2a.layout import BF16, MXFP4, NVFP4, Format
+from ep_a2a.testing.formats import decode_format, encode_format
 
 TILE_ROWS = 32
-INTERMEDIATES = (BF16, NVFP4)
+INTERMEDIATES = (BF16, NVFP4, MXFP4)
 OUTBOX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -106,6 +105,6 @@ def expert_product(
         tile = rows.new_zeros(TILE_ROWS, rows.shape[1])
         tile[: part.shape[0]] = part
         m = activation(*(tile @ w13.T + b13).chunk(activation.num_matrices, dim=1))
-        m = decode_nvfp4(*encode_nvfp4(m)) if intermediate == NVFP4 else m.bfloat16().float()
+        m = decode_format(encode_format(m, intermediate), intermediate)
         y[start : start + TILE_ROWS] = (m @ w2.T + b2)[: part.shape[0]]
     return y

@@ -1,7 +1,7 @@
 """Expert weights in 4 bits, as checkpoints store them.
 
 Two codes a byte, low nibble first. NVFP4 as ModelOpt and compressed-tensors: an e4m3 scale for 16 values along the
-input dimension, one fp32 global scale for each expert and matrix.
+input dimension, one fp32 global scale for each expert and matrix. MXFP4 as gpt-oss: a ue8m0 scale for 32 values.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ep_a2a.layout import NVFP4, Format
-from ep_a2a.testing.nvfp4 import E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE, decode_nvfp4, encode_nvfp4
+from ep_a2a.layout import MXFP4, NVFP4, Format
+from ep_a2a.testing.formats import decode_format, encode_format
+from ep_a2a.testing.nvfp4 import E2M1_MAX, E4M3_MAX, MIN_GLOBAL_SCALE, encode_nvfp4
 
-WEIGHT_FORMATS = (NVFP4,)
+WEIGHT_FORMATS = (NVFP4, MXFP4)
 
 
 class GateOrder(Enum):
@@ -47,11 +48,11 @@ class ExpertWeights:
     """
 
     w13: Tensor  # [E, R, H/2] uint8
-    w13_scales: Tensor  # [E, R, H/16] float8_e4m3fn
-    w13_global: Tensor  # [E] float32
+    w13_scales: Tensor  # [E, R, H/16] float8_e4m3fn; MXFP4: [E, R, H/32] float8_e8m0fnu
+    w13_global: Tensor | None  # [E] float32; MXFP4: None
     w2: Tensor  # [E, H, I/2] uint8
-    w2_scales: Tensor  # [E, H, I/16] float8_e4m3fn
-    w2_global: Tensor  # [E] float32
+    w2_scales: Tensor  # [E, H, I/16], or [E, H, I/32]
+    w2_global: Tensor | None
     b13: Tensor | None = None  # [E, R] float32 or bfloat16, rows as in w13
     b2: Tensor | None = None  # [E, H], added before the routing weight
     format: Format = field(default=NVFP4, kw_only=True)
@@ -59,7 +60,7 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         if self.format not in WEIGHT_FORMATS:
-            raise ValueError(f"format={self.format!r}: must be one of {', '.join(f.name for f in WEIGHT_FORMATS)}")
+            raise ValueError(_unknown(self.format))
         for name, legal in self._dtypes().items():
             tensor = getattr(self, name)
             found = tensor.dtype if isinstance(tensor, Tensor) else None if tensor is None else type(tensor).__name__
@@ -144,19 +145,24 @@ class ExpertWeights:
         w2: Tensor,
         b13: Tensor | None = None,
         b2: Tensor | None = None,
+        format: Format = NVFP4,
         gate_order: GateOrder = GateOrder.GATE_FIRST,
     ) -> ExpertWeights:
-        """Encode float weights as NVFP4; the global scale of an expert's matrix is its largest magnitude / 2688. Local.
+        """Encode float weights; NVFP4's global scale of an expert's matrix is its largest magnitude / 2688. Local.
 
         w13         [E, 2I, H] bfloat16, float16 or float32, rows in `gate_order`; or [E, I, H]
         w2          [E, H, I]
         b13, b2     [E, 2I or I], [E, H] float32 or bfloat16, kept as they are
+        format      NVFP4 or MXFP4
 
         Raises TypeError for another dtype, ValueError for shapes that do not fit or values that are not finite.
         """
         if w13.dim() != 3 or w2.dim() != 3 or w13.shape[1] not in (w2.shape[2], 2 * w2.shape[2]):
             raise ValueError(f"w13 is {tuple(w13.shape)}, w2 {tuple(w2.shape)}: must be [E, 2I or I, H] and [E, H, I]")
-        return cls(*_encode("w13", w13), *_encode("w2", w2), b13, b2, gate_order=gate_order)
+        if format not in WEIGHT_FORMATS:
+            raise ValueError(_unknown(format))
+        matrices = *_encode("w13", w13, format), *_encode("w2", w2, format)
+        return cls(*matrices, b13, b2, format=format, gate_order=gate_order)
 
     def decoded(self, expert: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The fp32 weights and biases of one local expert, 0 to num_experts - 1: (w13 [R, H], w2 [H, I], b13 [R],
@@ -166,8 +172,8 @@ class ExpertWeights:
         """
         if not 0 <= expert < self.num_experts:
             raise IndexError(f"expert {expert}: this rank holds local experts 0 to {self.num_experts - 1}")
-        w13 = decode_nvfp4(self.w13[expert], self.w13_scales[expert], self.w13_global[expert])
-        w2 = decode_nvfp4(self.w2[expert], self.w2_scales[expert], self.w2_global[expert])
+        matrices = (self.w13, self.w13_scales, self.w13_global), (self.w2, self.w2_scales, self.w2_global)
+        w13, w2 = (decode_format([t[expert] for t in m if t is not None], self.format) for m in matrices)
         b13 = w13.new_zeros(w13.shape[0]) if self.b13 is None else self.b13[expert].float()
         b2 = w2.new_zeros(w2.shape[0]) if self.b2 is None else self.b2[expert].float()
         if self.num_matrices == 2:
@@ -201,30 +207,43 @@ class ExpertWeights:
                 f"{', '.join(GateOrder.__members__)}"
             )
         names = {spec.name for spec in fields(cls)} - {"format", "gate_order"}
-        needed = ("w13", "w13_scales", "w13_global", "w2", "w2_scales", "w2_global")
-        missing = [name for name in needed if name not in found]
+        suffixes = ("", "_scales", "_global") if formats[format_name].row_scale else ("", "_scales")
+        missing = [name for name in (m + suffix for m in ("w13", "w2") for suffix in suffixes) if name not in found]
         if missing:
             raise ValueError(f"{os.fspath(path)} lacks {', '.join(missing)}; it holds {', '.join(sorted(found))}")
         tensors = {name: tensor for name, tensor in found.items() if name in names}
-        return cls(**tensors, format=formats[format_name], gate_order=GateOrder[order])
+        return cls(
+            **({"w13_global": None, "w2_global": None} | tensors),
+            format=formats[format_name],
+            gate_order=GateOrder[order],
+        )
 
 
-def _encode(name: str, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode [E, rows, columns], one expert at a time, with one global scale for each expert."""
+def _unknown(format: Format) -> str:
+    return f"format={format!r}: must be one of {', '.join(f.name for f in WEIGHT_FORMATS)}"
+
+
+def _encode(name: str, w: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Encode [E, rows, columns], one expert at a time; NVFP4 with one global scale for each expert."""
     num_experts, num_rows, num_columns = w.shape
-    packed = torch.empty(num_experts, num_rows, num_columns // 2, dtype=torch.uint8, device=w.device)
-    scales = torch.empty(num_experts, num_rows, num_columns // 16, dtype=torch.float8_e4m3fn, device=w.device)
+    packed, scales = (
+        torch.empty(num_experts, num_rows, num_columns // c.hidden_per_element, dtype=c.dtype, device=w.device)
+        for c in format.columns
+    )
     global_scale = torch.ones(num_experts, device=w.device)
     for expert in range(num_experts):
         bad = int((~w[expert].isfinite()).sum())
         if bad:
             raise ValueError(f"{name}, expert {expert}: {bad} of {num_rows * num_columns} weights are not finite")
-        amax = w[expert].float().abs().amax()
-        if amax > 0:
-            limit = torch.full_like(amax, E2M1_MAX * E4M3_MAX)
-            global_scale[expert] = (amax / limit).clamp(min=MIN_GLOBAL_SCALE)
-        packed[expert], scales[expert], _ = encode_nvfp4(w[expert], global_scale[expert])
-    return packed, scales, global_scale
+        if format.row_scale:
+            amax = w[expert].float().abs().amax()
+            if amax > 0:
+                limit = torch.full_like(amax, E2M1_MAX * E4M3_MAX)
+                global_scale[expert] = (amax / limit).clamp(min=MIN_GLOBAL_SCALE)
+            packed[expert], scales[expert], _ = encode_nvfp4(w[expert], global_scale[expert])
+        else:
+            packed[expert], scales[expert] = encode_format(w[expert], format)
+    return packed, scales, global_scale if format.row_scale else None
 
 
 def _safetensors(module: str) -> ModuleType:

@@ -127,7 +127,7 @@ def reference_moe(
                   decoded (`ExpertWeights.decoded`)
     num_ranks     over how many ranks the experts are spread: each rounds its partial sum
     activation    between the products
-    intermediate  how its result enters the second one: BF16, or NVFP4 (with a global scale for each row)
+    intermediate  how its result enters the second one: BF16, MXFP4, or NVFP4 (with a global scale for each row)
 
     Returns `MoEReference`. A row with NaN gives NaN in `out` and in the bounds.
 
