@@ -1,7 +1,13 @@
 # One executable for each tests/native/*.cpp, with the flags of the host library. They link an archive of its objects,
-# so a test may also include a .cu itself: what it then defines is not taken from the archive.
+# so a test may also include a .cu itself: what it then defines is not taken from the archive. With EP_A2A_HOSTILE there
+# is one executable, hostile.cpp, which brings the scheduler and the memory that all objects then refer to.
 
 file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/native/*.cpp")
+if(EP_A2A_HOSTILE)
+  list(FILTER sources INCLUDE REGEX "/hostile\\.cpp$")
+else()
+  list(FILTER sources EXCLUDE REGEX "/hostile\\.cpp$")
+endif()
 add_library(ep_a2a_archive STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:ep_a2a_objects>)
 set_target_properties(ep_a2a_archive PROPERTIES LINKER_LANGUAGE CXX)
 target_link_libraries(ep_a2a_archive PUBLIC ep_a2a_flags)

@@ -15,16 +15,16 @@
 namespace {
 
 __device__ __forceinline__ bool row_is_valid(const Channel& c, uint32_t source, uint32_t token) {
-  return bitmap_at(c, c.rank, source)[token / 32] >> token % 32 & 1;
+  return ld_word(bitmap_at(c, c.rank, source) + token / 32) >> token % 32 & 1;
 }
 
 // A CTA walks over (source, token) pairs and copies the rows that were received this round.
 __global__ void outbox_stage_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
-  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  if (!is_alive(c) || ld_word(&c.state->half_rounds) % 2 == 0) return;
   const uint32_t row_bytes = p.hidden * number_bytes(p.number);
   for (uint32_t source = 0; source < c.num_ranks; ++source) {
-    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    const uint32_t num_tokens = static_cast<uint32_t>(ld_word(source_counts(c) + source));
     for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
       if (!row_is_valid(c, source, token)) continue;
       const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
@@ -41,10 +41,10 @@ __global__ void outbox_stage_kernel(const __grid_constant__ OutboxParams p) {
 template <class C, Number kNumber>
 __global__ void outbox_encode_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
-  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  if (!is_alive(c) || ld_word(&c.state->half_rounds) % 2 == 0) return;
   const uint32_t warps = blockDim.x / kLanes, lane = threadIdx.x % kLanes;
   for (uint32_t source = 0; source < c.num_ranks; ++source) {
-    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    const uint32_t num_tokens = static_cast<uint32_t>(ld_word(source_counts(c) + source));
     for (uint32_t token = blockIdx.x * warps + threadIdx.x / kLanes; token < num_tokens; token += gridDim.x * warps) {
       if (!row_is_valid(c, source, token)) continue;
       const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
@@ -76,9 +76,9 @@ __global__ void outbox_encode_kernel(const __grid_constant__ OutboxParams p) {
 
 __global__ void end_signal_kernel(const __grid_constant__ WaitParams p) {
   const Channel& c = p.channel;
-  if (c.state->sticky != 0) return;
+  if (!is_alive(c)) return;
   const Phase phase = static_cast<Phase>(p.phase);
-  const uint64_t half_rounds = c.state->half_rounds, epoch = half_rounds / 2 + 1;
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
   if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
   publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
 }
@@ -87,7 +87,7 @@ __global__ void end_signal_kernel(const __grid_constant__ WaitParams p) {
 __device__ void keep_counts_warp(const Channel& c, bool arrived) {
   for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
     const uint64_t flag = arrived ? ld_acquire_sys(flag_at(c, c.rank, c.dispatch_flags_offset, source)) : 0;
-    source_counts(c)[source] = static_cast<int32_t>(flag & 0xffffff);
+    st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
   }
 }
 
@@ -106,15 +106,15 @@ __device__ bool agree_on_end_warp(const Channel& c, Phase phase, uint64_t epoch)
 __global__ void wait_kernel(const __grid_constant__ WaitParams p) {
   const Channel& c = p.channel;
   const Phase phase = static_cast<Phase>(p.phase);
-  const bool alive = c.state->sticky == 0;
-  const uint64_t half_rounds = c.state->half_rounds, epoch = half_rounds / 2 + 1;
+  const bool alive = is_alive(c);
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
   if (phase == kPhaseDispatch) {
     return keep_counts_warp(c, alive && wait_for_peers_warp(c, phase, c.dispatch_flags_offset, epoch));
   }
   if (!alive || !wait_for_peers_warp(c, phase, c.end_flags_offset, epoch)) return;
-  if (agree_on_end_warp(c, phase, epoch) && phase == kPhaseRelease && threadIdx.x == 0) {
-    c.state->half_rounds = half_rounds + 1;
-  }
+  if (!agree_on_end_warp(c, phase, epoch)) return;
+  __syncwarp();  // all lanes have read `half_rounds`; votes and shuffles alone order no memory
+  if (phase == kPhaseRelease && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
 }
 
 // Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer or an earlier kernel wrote.
@@ -140,11 +140,13 @@ struct EncodedRow {
                                               float (&values)[kGroup]) {
     uint32_t words[C::kCodeWords];
 #pragma unroll
-    for (int w = 0; w < C::kCodeWords; ++w) words[w] = ld_word(row + (v * C::kCodeWords + w) * 4);
+    for (int w = 0; w < C::kCodeWords; ++w)
+      words[w] = ld_word(reinterpret_cast<const uint32_t*>(row) + v * C::kCodeWords + w);
     const uint32_t at = v / C::kBlockLanes * C::kScaleBytes;
-    const uint32_t word = ld_word(row + p.scales_offset + at / 4 * 4);
+    const uint32_t word = ld_word(reinterpret_cast<const uint32_t*>(row + p.scales_offset) + at / 4);
     const uint32_t scale = C::kScaleBytes == 4 ? word : word >> 8 * (at % 4) & 0xffu;
-    const float row_scale = C::kRowScale ? bits_to_float(ld_word(row + p.row_scale_offset)) : 1.0f;
+    const float row_scale =
+        C::kRowScale ? bits_to_float(ld_word(reinterpret_cast<const uint32_t*>(row + p.row_scale_offset))) : 1.0f;
     C::decode(words, scale, row_scale, values);
   }
 };
@@ -162,9 +164,9 @@ __device__ __forceinline__ void st_group(char* row, uint32_t v, const float (&va
 template <Number kRows, Number kTo>
 __global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
   const Channel& c = p.channel;
-  if (c.state->sticky != 0 || c.state->half_rounds % 2 == 0) return;
+  if (!is_alive(c) || ld_word(&c.state->half_rounds) % 2 == 0) return;
   for (uint32_t source = 0; source < c.num_ranks; ++source) {
-    const uint32_t num_tokens = static_cast<uint32_t>(source_counts(c)[source]);
+    const uint32_t num_tokens = static_cast<uint32_t>(ld_word(source_counts(c) + source));
     for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
       if (!row_is_valid(c, source, token)) continue;
       const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
@@ -199,9 +201,9 @@ int launch_order(const OrderParams& p, void* stream) {
 template <class Row, Number kNumber>
 __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
-  const bool alive = c.state->sticky == 0;
-  const uint64_t half_rounds = c.state->half_rounds;
-  const uint32_t num_tokens = static_cast<uint32_t>(c.state->num_tokens);
+  const bool alive = is_alive(c);
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds);
+  const uint32_t num_tokens = static_cast<uint32_t>(ld_word(&c.state->num_tokens));
   const float empty = alive ? 0.0f : bits_to_float(0x7fc00000u);
   for (uint32_t token = blockIdx.x; token < p.num_rows; token += gridDim.x) {
     char* out = static_cast<char*>(p.out) + static_cast<uint64_t>(token) * p.hidden * number_bytes(kNumber);
@@ -221,7 +223,7 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
       st_group<kNumber>(out, v, sum);
     }
   }
-  if (last_cta(&c.state->pull_counter) && alive && threadIdx.x == 0) c.state->half_rounds = half_rounds + 1;
+  if (last_cta(&c.state->pull_counter) && alive && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
 }
 
 }  // namespace

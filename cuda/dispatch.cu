@@ -49,7 +49,7 @@ __device__ void send_bitmap_word_warp(const DispatchParams& p, const ExpertOwner
       }
     }
     uint32_t* kept = token_mask(c, token);
-    for (uint32_t w = 0; w < c.mask_words; ++w) kept[w] = mask.words[w];
+    for (uint32_t w = 0; w < c.mask_words; ++w) st_word(kept + w, mask.words[w]);
   }
   for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
     const uint32_t bits = __ballot_sync(kAllLanes, mask.words[rank / 32] >> rank % 32 & 1);
@@ -110,9 +110,9 @@ __device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens
   if (wanted_tokens < 0 || wanted_tokens > num_rows) {
     record_bad_input(p.channel, kInvalidCount, {0, 0, 0, wanted_tokens, num_rows, 0});
   }
-  const uint64_t bad = p.channel.state->bad_routing;
+  const uint64_t bad = ld_word(&p.channel.state->bad_routing);
   if (bad == kNoBadRouting) return;
-  p.channel.state->bad_routing = kNoBadRouting;
+  st_word(&p.channel.state->bad_routing, kNoBadRouting);
   const int32_t token = static_cast<int32_t>(bad >> 32), position = static_cast<int32_t>(bad);
   const int32_t id = p.topk_ids[static_cast<uint64_t>(token) * p.top_k + position];
   record_bad_input(p.channel, kInvalidRouting, {0, token, position, id, num_experts, 0});
@@ -121,12 +121,17 @@ __device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens
 template <bool kPhased>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const Channel& c = p.channel;
-  const uint64_t half_rounds = c.state->half_rounds;
-  const bool alive = c.state->sticky == 0, closed = half_rounds % 2 == 0;
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds);
+  const bool alive = is_alive(c), closed = half_rounds % 2 == 0;
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
   const uint32_t num_tokens = at_least_0 < p.num_rows ? at_least_0 : p.num_rows;
 
+#if defined(EP_A2A_FAULT_flag_first)
+  if (alive && closed && blockIdx.x == 0 && threadIdx.x < kLanes) {
+    publish_warp(c, c.dispatch_flags_offset, (half_rounds / 2 + 1) << 24 | num_tokens);
+  }
+#endif
   if (alive && closed) {
     const ExpertOwner owner_of(p.num_experts, c.num_ranks);
     const uint32_t warps = blockDim.x / kLanes, warp = blockIdx.x * warps + threadIdx.x / kLanes;
@@ -141,8 +146,8 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   if (!closed) return fail_misuse_warp(c, kPhaseDispatch, epoch);
   if (threadIdx.x == 0) {
     record_bad_inputs(p, wanted_tokens);
-    c.state->num_tokens = static_cast<int32_t>(num_tokens);
-    c.state->half_rounds = half_rounds + 1;
+    st_word(&c.state->num_tokens, static_cast<int32_t>(num_tokens));
+    st_word(&c.state->half_rounds, half_rounds + 1);
   }
   publish_warp(c, c.dispatch_flags_offset, epoch << 24 | num_tokens);
 }

@@ -56,13 +56,14 @@ __device__ __forceinline__ void st_vector(void* p, const Vector& v) {
                "r"(v.words[3])
                : "memory");
 }
-__device__ __forceinline__ uint32_t ld_word(const void* p) {
-  uint32_t v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
+template <class Word>
+__device__ __forceinline__ Word ld_word(const Word* p) {
+  static_assert(sizeof(Word) >= 4, "a word, not a byte of one");
+  return *p;
 }
-__device__ __forceinline__ void st_word(uint32_t* p, uint32_t v) {
-  asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+template <class Word>
+__device__ __forceinline__ void st_word(Word* p, Word v) {
+  *p = v;
 }
 __device__ __forceinline__ uint64_t time_ns() {
   uint64_t v;
@@ -90,6 +91,9 @@ int launch(void (*kernel)(Params), unsigned ctas, unsigned threads, size_t share
 
 #else
 
+#if defined(EP_A2A_HOSTILE)
+#include "hostile_memory.h"  // tests/native: the same accesses to a memory that keeps old values
+#else
 inline uint64_t ld_acquire_sys(const uint64_t* p) {
   simt::point(simt::Point::kFlagLoad);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
@@ -118,11 +122,14 @@ inline void st_vector(void* p, const Vector& v) {
   simt::point(simt::Point::kRowStore);
   *static_cast<Vector*>(p) = v;
 }
-inline uint32_t ld_word(const void* p) {
+template <class Word>
+Word ld_word(const Word* p) {
+  static_assert(sizeof(Word) >= 4, "a word, not a byte of one");
   simt::point(simt::Point::kRowLoad);
-  return *static_cast<const uint32_t*>(p);
+  return *p;
 }
-inline void st_word(uint32_t* p, uint32_t v) {
+template <class Word>
+void st_word(Word* p, Word v) {
   simt::point(simt::Point::kRowStore);
   *p = v;
 }
@@ -130,6 +137,7 @@ inline uint64_t time_ns() {
   return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
 }
 inline void pause_waiting(unsigned num_polls, bool may_sleep) { simt::pause(num_polls, may_sleep); }
+#endif
 inline void* shared_memory() { return simt::shared_memory(); }
 inline float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(value); }

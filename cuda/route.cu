@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t nth_bit(uint32_t bits, uint32_t n) {
 
 // Which of 32 tokens of a source were received: zero where its count of this round ends before them.
 __device__ __forceinline__ uint32_t received_word(const Channel& c, uint32_t source, uint32_t word) {
-  if (word * 32 >= static_cast<uint32_t>(source_counts(c)[source])) return 0;
+  if (word * 32 >= static_cast<uint32_t>(ld_word(source_counts(c) + source))) return 0;
   return ld_word(bitmap_at(c, c.rank, source) + word);
 }
 

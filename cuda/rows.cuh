@@ -73,6 +73,6 @@ __device__ __forceinline__ uint32_t* bitmap_at(const Channel& c, uint32_t owner,
 template <class F>
 __device__ __forceinline__ void each_rank(const uint32_t* mask, uint32_t mask_words, F f) {
   for (uint32_t w = 0; w < mask_words; ++w) {
-    for (uint32_t bits = mask[w]; bits; bits &= bits - 1) f(w * 32 + __ffs(bits) - 1);
+    for (uint32_t bits = ld_word(mask + w); bits; bits &= bits - 1) f(w * 32 + __ffs(bits) - 1);
   }
 }

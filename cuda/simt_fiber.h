@@ -48,7 +48,22 @@ void __asan_unpoison_memory_region(const volatile void* start, size_t size);
 }
 #endif
 
+#if defined(EP_A2A_HOSTILE)
+namespace hostile {  // tests/native/hostile_memory.h
+void arrive(uint64_t& meeting);
+void leave(uint64_t& meeting);
+void block();
+}  // namespace hostile
+#endif
+
 namespace simt {
+
+// Do votes and shuffles order memory, as __syncwarp does? They need not on a GPU.
+#if defined(EP_A2A_HOSTILE)
+constexpr bool kVotesOrder = false;
+#else
+constexpr bool kVotesOrder = true;
+#endif
 
 constexpr size_t kStackBytes = 64 << 10;  // a multiple of every page size that Linux uses
 inline size_t guard_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
@@ -191,12 +206,25 @@ SIMT_NO_TSAN inline void arrived(Fiber& self, Fiber& came_from) {
 inline void order_arrive([[maybe_unused]] uint64_t& word) {
 #if defined(SIMT_TSAN)
   __atomic_fetch_add(&word, 1, __ATOMIC_RELEASE);
+#elif defined(EP_A2A_HOSTILE)
+  hostile::arrive(word);
 #endif
 }
 inline void order_leave([[maybe_unused]] uint64_t& word) {
 #if defined(SIMT_TSAN)
   (void)__atomic_load_n(&word, __ATOMIC_ACQUIRE);
+#elif defined(EP_A2A_HOSTILE)
+  hostile::leave(word);
 #endif
+}
+
+// ---- places where a test may interfere ----
+
+enum class Point { kFlagLoad, kFlagStore, kRowLoad, kRowStore, kBarrier };
+using Hook = void (*)(Point);
+inline std::atomic<Hook> g_hook{nullptr};
+inline void point(Point where) {
+  if (Hook hook = g_hook.load(std::memory_order_relaxed)) hook(where);
 }
 
 // Shared memory as a block finds it: of its very size, filled with a pattern, and new to the race detector.

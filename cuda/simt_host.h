@@ -7,7 +7,6 @@
 
 #include <sched.h>
 
-#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstring>
@@ -34,15 +33,6 @@ struct dim3 {
 };
 
 namespace simt {
-
-// ---- places where a test may interfere ----
-
-enum class Point { kFlagLoad, kFlagStore, kRowLoad, kRowStore, kBarrier };
-using Hook = void (*)(Point);
-inline std::atomic<Hook> g_hook{nullptr};
-inline void point(Point where) {
-  if (Hook hook = g_hook.load(std::memory_order_relaxed)) hook(where);
-}
 
 // ---- blocks, warps, threads ----
 
@@ -120,6 +110,9 @@ SIMT_NO_TSAN inline void switch_to(Fiber& from, Fiber& to) {
 }
 
 SIMT_NO_TSAN inline void yield() {
+#if defined(EP_A2A_HOSTILE)
+  return hostile::block();
+#endif
   Executor& executor = *t_executor;
   Thread* from = executor.current;
   Thread* to = from->next;
@@ -207,7 +200,7 @@ SIMT_NO_TSAN inline uint64_t warp_operation(uint32_t mask, uint64_t value, uint3
   Group& group = group_of(warp, mask);
   if (group.arrived && group.collective != collective) report_misuse("lanes meet in different warp operations", mask);
   const uint64_t generation = group.generation;
-  order_arrive(group.order[generation % 2]);
+  if (kVotesOrder || !collective) order_arrive(group.order[generation % 2]);
   thread.value = value;
   thread.source_lane = source_lane;
   group.mask = mask;
@@ -221,7 +214,7 @@ SIMT_NO_TSAN inline uint64_t warp_operation(uint32_t mask, uint64_t value, uint3
     while (group.generation == generation) wait_turn();
     thread.waiting_at = nullptr;
   }
-  order_leave(group.order[generation % 2]);
+  if (kVotesOrder || !collective) order_leave(group.order[generation % 2]);
   return thread.result;
 }
 
@@ -358,8 +351,9 @@ inline void Executor::release() {
 
 SIMT_NO_TSAN inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(const void*),
                                   const void* argument) {
-  thread_local Executor executor;
-  t_executor = &executor;
+  thread_local Executor own;
+  if (!t_executor) t_executor = &own;
+  Executor& executor = *t_executor;
   const unsigned num_threads = block.x * block.y * block.z, num_warps = (num_threads + kWarpLanes - 1) / kWarpLanes;
   if (num_threads == 0 || num_threads > kMaxThreads) {
     std::fprintf(stderr, "simt: a block of %u threads, it must have 1 to %u\n", num_threads, kMaxThreads);

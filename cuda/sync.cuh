@@ -45,6 +45,14 @@ __device__ __forceinline__ uint64_t* flag_at(const Channel& c, uint32_t owner, u
   return reinterpret_cast<uint64_t*>(c.peers[owner] + offset) + source;
 }
 
+// Has nothing ended this channel? A kernel of a channel that has ended stores nothing to peers.
+__device__ __forceinline__ bool is_alive(const Channel& c) {
+#if defined(EP_A2A_FAULT_ignore_sticky)
+  return true;
+#endif
+  return ld_word(&c.state->sticky) == 0;
+}
+
 // Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
 // One warp; a fence and stores on a GPU, release stores on a CPU (a race detector sees no bare fences).
 __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
@@ -68,7 +76,7 @@ __device__ __forceinline__ bool last_cta(uint32_t* counter) {
   bool last = false;
   if (threadIdx.x == 0) last = atom_add_acq_rel_gpu(counter, 1) == gridDim.x - 1;
   last = __syncthreads_or(last);
-  if (last && threadIdx.x == 0) *counter = 0;
+  if (last && threadIdx.x == 0) st_word(counter, 0u);
   return last;
 }
 
@@ -92,7 +100,7 @@ __device__ inline void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
   __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive
   if (threadIdx.x % kLanes == 0) {
-    c.state->sticky = word;
+    st_word(&c.state->sticky, word);
     Status* s = c.status;
     if (ld_acquire_sys(&s->failure) == kHealthy) {
       s->phase = why.phase;
@@ -169,11 +177,12 @@ __device__ inline bool name_late_peer_warp(const Channel& c, Phase phase, uint64
 
 // Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended.
 // Abort words go before flags: a rank that comes late finds all flags there, and that its peers gave up on it.
-// Past the deadline it looks on for a while, so that a peer which knows more can say so first.
+// When it sees the deadline passed it looks on for a while, so that a peer which knows more can say so first.
 __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch) {
   const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
   const uint64_t grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
   const uint64_t start = time_ns();
+  uint64_t give_up_ns = ~uint64_t{0};
   for (unsigned num_polls = 0;; ++num_polls) {
     bool here = true, told = false;
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
@@ -182,11 +191,14 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
     }
 #if defined(EP_A2A_FAULT_no_wait)
     here = true;
+#elif defined(EP_A2A_FAULT_no_end_wait)  // of a rank that fetches nothing
+    here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     const uint64_t waited_ns = time_ns() - start;
     if (__any_sync(kAllLanes, told) && adopt_abort_warp(c, phase, waited_ns)) return false;
     if (__all_sync(kAllLanes, here)) return true;
-    const bool expired = __any_sync(kAllLanes, waited_ns >= timeout_ns + grace_ns);
+    if (waited_ns >= timeout_ns && give_up_ns == ~uint64_t{0}) give_up_ns = waited_ns + grace_ns;
+    const bool expired = __any_sync(kAllLanes, waited_ns >= give_up_ns);
     if (expired && name_late_peer_warp(c, phase, flags_offset, epoch, waited_ns)) return false;
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
   }

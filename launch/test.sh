@@ -9,4 +9,5 @@ setup build demo bench mpi lint test
 cd "$root"
 bash launch/lint.sh
 build_native plain
+build_native hostile -DEP_A2A_HOSTILE=ON
 exec "$python" -m pytest -m "not slow and not gpu" "$@"

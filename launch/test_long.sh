@@ -8,7 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 setup build demo bench mpi test
 cd "$root"
 
-# tests/test_native.py runs these: clean under both sanitizers, the planted faults found
+# tests/test_native.py runs these: clean under both sanitizers, the planted faults found; tests/test_hostile.py builds
+# its own
 build_native thread -DEP_A2A_SANITIZE=thread
 build_native address -DEP_A2A_SANITIZE=address
 build_native no_release -DEP_A2A_SANITIZE=thread -DEP_A2A_FAULT=no_release

@@ -48,15 +48,16 @@ def cmake() -> list[object]:
     return [sys.executable, "-m", "cmake"] if found else ["cmake"]
 
 
-def build(name: str, sanitizer: str = "", fault: str = "") -> Path:
+def build(name: str, sanitizer: str = "", fault: str = "", hostile: bool = False) -> Path:
     """The folder of the programs, built by build/cmake-NAME (as launch/env.sh does); nothing is compiled twice."""
     folder = ROOT / f"build/cmake-{name}"
     options = [f"-DEP_A2A_SANITIZE={sanitizer}", f"-DEP_A2A_FAULT={fault}"]
-    options += ["-DEP_A2A_NATIVE_TESTS=ON", "-DEP_A2A_WERROR=ON"]
+    options += ["-DEP_A2A_NATIVE_TESTS=ON", "-DEP_A2A_WERROR=ON", f"-DEP_A2A_HOSTILE={'ON' if hostile else 'OFF'}"]
     generator = ["-G", "Ninja"] if not (folder / "CMakeCache.txt").is_file() and shutil.which("ninja") else []
     expect_success(run([*cmake(), "-S", ROOT, "-B", folder, *generator, *options], 120))
     expect_success(run([*cmake(), "--build", folder, "--target", "native_tests"], 280))
-    suffix = "".join([f"-{sanitizer}" if sanitizer else "", f"-fault-{fault}" if fault else ""])
+    parts = [f"-{sanitizer}" if sanitizer else "", f"-fault-{fault}" if fault else "", "-hostile" if hostile else ""]
+    suffix = "".join(parts)
     return ROOT / f"build/bin{suffix}"
 
 
