@@ -23,7 +23,7 @@
 //               stores after it read this word
 //
 //   abort_word[source]      epoch << 24 | phase << 20 | culprit << 12 | reporter << 4 | failure; 0 = none
-//     writer    the source: the warp that gave up, one store to every peer                             publish
+//     writer    the source: the warp that gave up, to every peer; again, smaller, if it learns more    publish
 //     reader    the owner: every waiting warp, with its flags                                   ld_acquire_sys
 //     meaning   `source` left the channel for ever, and why; `reporter` found out. Carries no data
 //     reuse     never
@@ -149,40 +149,52 @@ __device__ __forceinline__ uint64_t min_source_warp(const Channel& c, Of of) {
   return min_warp(smallest);
 }
 
-// Ends the channel with the smallest abort word that a peer has left here, if there is one. One warp.
-__device__ inline bool adopt_abort_warp(const Channel& c, Phase phase, uint64_t waited_ns) {
-  const uint64_t word = min_source_warp(c, [&](uint32_t source) {
-    const uint64_t told = ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source));
-    return told ? told : ~uint64_t{0};
+// The abort word that is smallest here, its own one included; ~0 if nobody has left. One warp.
+__device__ inline uint64_t smallest_abort_warp(const Channel& c) {
+  return min_source_warp(c, [&](uint32_t source) {
+    const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source));
+    return word ? word : ~uint64_t{0};
   });
-  if (word == ~uint64_t{0}) return false;
-  const auto bits = [&](int shift, uint32_t mask) { return static_cast<uint32_t>(word >> shift) & mask; };
-  fail_warp(c, Why{static_cast<Failure>(bits(0, 0xf)), phase, static_cast<Phase>(bits(20, 0xf)), bits(12, 0xff),
-                   bits(4, 0xff), epoch_of(word), epoch_of(word), waited_ns});
-  return true;
 }
 
-// Ends the channel naming the lowest rank whose flag is missing; false if none is missing any more. One warp.
-__device__ inline bool name_late_peer_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
-                                           uint64_t waited_ns) {
+// What an abort word says, for a rank in `phase`.
+__device__ __forceinline__ Why why_of(uint64_t word, Phase phase, uint64_t waited_ns) {
+  const auto bits = [&](int shift, uint32_t mask) { return static_cast<uint32_t>(word >> shift) & mask; };
+  return Why{static_cast<Failure>(bits(0, 0xf)),
+             phase,
+             static_cast<Phase>(bits(20, 0xf)),
+             bits(12, 0xff),
+             bits(4, 0xff),
+             epoch_of(word),
+             epoch_of(word),
+             waited_ns};
+}
+
+// Names the lowest rank whose flag is missing; `failure` is kHealthy if none is missing any more. One warp.
+__device__ inline Why late_peer_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+                                     uint64_t waited_ns) {
   const uint64_t late = min_source_warp(c, [&](uint32_t source) {
     const uint64_t seen = epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source)));
     return seen == epoch ? ~uint64_t{0} : uint64_t{source} << 40 | seen;
   });
-  if (late == ~uint64_t{0}) return false;
-  fail_warp(c, Why{kPeerTimeout, phase, phase, static_cast<uint32_t>(late >> 40), c.rank, epoch,
-                   late & ((uint64_t{1} << 40) - 1), waited_ns});
-  return true;
+  const Failure failure = late == ~uint64_t{0} ? kHealthy : kPeerTimeout;
+  return Why{failure,  phase, phase, static_cast<uint32_t>(late >> 40), c.rank, epoch, late & ((uint64_t{1} << 40) - 1),
+             waited_ns};
 }
 
 // Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended.
-// Abort words go before flags: a rank that comes late finds all flags there, and that its peers gave up on it.
-// When it sees the deadline passed it looks on for a while, so that a peer which knows more can say so first.
+//
+// A rank that is told of an abort, or sees its deadline pass, gives up: it tells whom it misses, looks on for a while,
+// and ends with the smallest word of all. So a rank that waits in an earlier phase, and knows the true culprit, is
+// heard by those behind it that miss only that rank. It tells so too if it is told of a later phase; of its own phase,
+// whoever told first is believed. Abort words go before flags: a late rank finds all flags there, and that its peers
+// gave up.
 __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch) {
   const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
   const uint64_t grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
   const uint64_t start = time_ns();
-  uint64_t give_up_ns = ~uint64_t{0};
+  uint64_t end_ns = ~uint64_t{0};  // of the look around, once this rank has given up
+  Why own{};
   for (unsigned num_polls = 0;; ++num_polls) {
     bool here = true, told = false;
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
@@ -194,12 +206,24 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
 #elif defined(EP_A2A_FAULT_no_end_wait)  // of a rank that fetches nothing
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
-    const uint64_t waited_ns = time_ns() - start;
-    if (__any_sync(kAllLanes, told) && adopt_abort_warp(c, phase, waited_ns)) return false;
-    if (__all_sync(kAllLanes, here)) return true;
-    if (waited_ns >= timeout_ns && give_up_ns == ~uint64_t{0}) give_up_ns = waited_ns + grace_ns;
-    const bool expired = __any_sync(kAllLanes, waited_ns >= give_up_ns);
-    if (expired && name_late_peer_warp(c, phase, flags_offset, epoch, waited_ns)) return false;
+    told = __any_sync(kAllLanes, told);
+    const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
+    if (end_ns == ~uint64_t{0}) {
+      if (!told && __all_sync(kAllLanes, here)) return true;
+      if (told || waited_ns >= timeout_ns) {
+        own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
+        if (!told && own.failure == kHealthy) return true;
+        const uint64_t word = smallest_abort_warp(c);
+        const bool in_later_phase = (word & 0xf) == kPeerTimeout && word >> 20 > (epoch << 4 | phase);
+        if (own.failure != kHealthy && (!told || in_later_phase))
+          publish_warp(c, c.abort_words_offset, abort_word(own));
+        end_ns = waited_ns + grace_ns;
+      }
+    } else if (waited_ns >= end_ns) {
+      const uint64_t word = smallest_abort_warp(c);
+      fail_warp(c, word == abort_word(own) ? own : why_of(word, phase, waited_ns));
+      return false;
+    }
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
   }
 }
