@@ -16,7 +16,7 @@ constexpr int kMaxPlanes = 8;
 constexpr int kVectorBytes = 16;
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
-enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3 };
+enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3, kPeerLeft = 4 };
 enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kCapacityExceeded = 2, kNumBadInputs = 3 };
 enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 enum Coding : uint32_t { kPlain = 0, kNvfp4 = 1, kMxfp4 = 2, kFp8 = 3, kMxfp8 = 4 };  // how values are encoded
@@ -207,6 +207,7 @@ struct QuantParams {
 EP_A2A_API int ep_a2a_dispatch_send(const DispatchParams* params, void* stream);
 EP_A2A_API int ep_a2a_wait(const WaitParams* params, void* stream);
 EP_A2A_API int ep_a2a_end_signal(const WaitParams* params, void* stream);
+EP_A2A_API int ep_a2a_leave(const WaitParams* params, void* stream);  // tells the peers; `phase` is not used
 EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_outbox_order(const OrderParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);

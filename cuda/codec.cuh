@@ -61,7 +61,8 @@ struct Codec {
   // The codes of a group, in order, low bits first.
   static __device__ __forceinline__ void encode(const float (&values)[kGroup], uint32_t amax, uint32_t scale,
                                                 float row_scale, uint32_t (&words)[kCodeWords]) {
-    const bool coded = amax < kInfinityBits && (kScale == Scale::kE4m3 ? scale : amax) != 0;
+    const bool shows = kScale == Scale::kE4m3 && scale == kE4m3Nan;  // a row scale that is none
+    const bool coded = amax < kInfinityBits && !shows && (kScale == Scale::kE4m3 ? scale : amax) != 0;
     float factor = 0.0f;
     if constexpr (kScale == Scale::kE4m3) {
       if (coded) factor = div_rn(div_rn(1.0f, row_scale), e4m3_to_float(scale));
@@ -98,6 +99,12 @@ struct Codec {
     }
   }
 };
+
+// A row scale that a caller gave; NaN, so that it shows, where none can be used.
+__device__ __forceinline__ float usable_scale(float given) {
+  const bool usable = given >= kFp32ScaleMin && float_to_bits(given) < kInfinityBits;
+  return usable ? given : bits_to_float(0x7fc00000u);
+}
 
 // The scale of a whole row, from its largest finite magnitude, in all lanes.
 template <class C, Number kNumber>

@@ -3,6 +3,7 @@
 //   stage    copies rows that a caller holds elsewhere into the outbox, or encodes them into it
 //   order    the same from rows of pairs (route.cu): those of a row times their routing weights, added in k order
 //   signal   tells every peer that this rank's outbox is ready (or that the round is released)
+//   leave    tells every peer that this rank will not come any more
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
 //
@@ -81,6 +82,15 @@ __global__ void end_signal_kernel(const __grid_constant__ WaitParams p) {
   const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
   if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
   publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
+}
+
+// This rank ends the channel without its peers, which learn it in their next wait. One warp.
+__global__ void leave_kernel(const __grid_constant__ WaitParams p) {
+  const Channel& c = p.channel;
+  if (!is_alive(c)) return;
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds);
+  const Phase phase = half_rounds % 2 == 0 ? kPhaseDispatch : kPhaseCombine;  // what it will not finish
+  fail_warp(c, Why{kPeerLeft, phase, phase, c.rank, c.rank, half_rounds / 2 + 1, 0, 0});
 }
 
 // Keeps the counts that came with the flags; 0 for all if the round was aborted.
@@ -246,6 +256,8 @@ int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
 }
 
 int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }
+
+int ep_a2a_leave(const WaitParams* p, void* stream) { return launch(leave_kernel, 1, kLanes, 0, stream, *p); }
 
 int ep_a2a_wait(const WaitParams* p, void* stream) { return launch(wait_kernel, 1, kLanes, 0, stream, *p); }
 

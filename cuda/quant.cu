@@ -26,7 +26,7 @@ __global__ void encode_kernel(const __grid_constant__ QuantParams p) {
     float row_scale = 1.0f;
     if constexpr (C::kRowScale) {
       float& at = p.global_scale[row * p.scale_stride];
-      row_scale = p.given_scale ? at : row_scale_warp<C, kNumber>(values, p.hidden);
+      row_scale = p.given_scale ? usable_scale(at) : row_scale_warp<C, kNumber>(values, p.hidden);
       if (!p.given_scale && lane == 0) at = row_scale;
     }
     const auto store = [&](uint32_t in_row, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {

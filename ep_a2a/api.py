@@ -65,6 +65,7 @@ class A2A:
 
     rank, num_ranks  of this process in the group
     config, layout   what was agreed, and where everything lies
+    local_experts    range of the global experts of this rank; earlier ranks own one more where they do not divide
     schedule         "phased" or "general": how a CTA's threads divide the planes; chosen, may be set for measurements
     """
 
@@ -80,8 +81,9 @@ class A2A:
         self._split = _layout.phased_split(config.payload, config.hidden, config.top_k, group.size, config.extra_planes)
         timeout_s = config.first_timeout_s
         self.library = _agree(config, group, timeout_s)
-        self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s)
-        self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
+        with torch.inference_mode(False):  # views of memory that outlives such a block
+            self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s)
+            self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
         self.schedule = _layout.choose_schedule(self._kind, self._split)
         group.barrier("connect", timeout_s)
 
@@ -111,7 +113,7 @@ class A2A:
         outbox = self._channel(channel).outbox
         if outbox is None:
             raise ValueError(f"{self.config.combine} outbox rows are encoded by combine: give it the results as rows=")
-        return outbox
+        return outbox.detach()  # a new tensor: what is written into it by autograd hangs on that one alone
 
     def scratch(self, channel: int = 0) -> torch.Tensor:
         """Where results may go if combine encodes them, to be given to it as `rows`: bf16 [num_ranks, max_tokens, H].
@@ -135,6 +137,7 @@ class A2A:
     def close(self) -> None:
         """End the object. Collective with a deadline; after a sticky error local. Closing twice is harmless.
 
+        A `with` block that ends by an exception does not wait: it tells the peers, whose next wait raises PeerLeft.
         Memory that a peer or a living view can still reach stays mapped. Raises RendezvousTimeout.
         """
         self._close(meet=not any(channel.error() for channel in self._channels))
@@ -147,7 +150,9 @@ class A2A:
     ) -> None:
         if kind is None:
             self.close()
-        else:
+        elif not self._closed:
+            for channel in self._channels:
+                channel.leave()
             self._close(meet=False)  # the peers may not be on their way to a close
 
     def __repr__(self) -> str:
@@ -164,6 +169,7 @@ class A2A:
                 met = True
         finally:
             self._memory.close(keep=not met)
+            self._channels = []  # their views would keep the memory
 
     def _check_open(self) -> None:
         if self._closed:
@@ -348,6 +354,7 @@ def combine_begin(
         out = torch.empty((handle.num_rows, hidden), dtype=dtype, device=a2a.device)
     else:
         _check_vectors("out", check_tensor("out", out, (dtype,), (handle.num_rows, hidden), a2a.device))
+        _check_apart("out", out, a2a)
     if rows is not None and order is not None:
         channel.stage_pairs(rows, order)
     elif rows is not None:
@@ -430,6 +437,12 @@ def _check_order(
         raise ValueError(f"order needs rows [{', '.join(map(str, (*order.shape, hidden)))}], they are None")
     _check_vectors("rows", check_tensor("rows", rows, tuple(native.NUMBER), (*order.shape, hidden), device))
     return rows
+
+
+def _check_apart(name: str, tensor: torch.Tensor, a2a: A2A) -> None:
+    first, end = a2a._memory.base, a2a._memory.base + a2a._memory.bytes_per_rank
+    if tensor.numel() and first <= tensor.data_ptr() < end:
+        raise ValueError(f"{name} lies in this rank's symmetric memory, which peers read and write: it must not")
 
 
 def _check_vectors(name: str, tensor: torch.Tensor) -> None:

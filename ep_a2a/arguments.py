@@ -40,6 +40,9 @@ def check_tensor(
         raise ValueError(f"{name} is {list(tensor.shape)}, wanted {wanted}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, wanted {device}")
+    if tensor.layout != torch.strided or tensor.is_neg():
+        kind = "a negated view" if tensor.is_neg() else tensor.layout
+        raise ValueError(f"{name} is {kind}: it must be a plain strided tensor")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}: it must be contiguous ({name}.contiguous())")
     return tensor
@@ -66,6 +69,8 @@ class DispatchInputs:
             raise ValueError(f"{self.num_rows} tokens, but max_tokens={config.max_tokens}")
         columns, scale = _check_rows(config, device, x, self.num_rows)
         check_tensor("topk_weights", topk_weights, (torch.float32,), (self.num_rows, config.top_k), device)
+        if not isinstance(extra, (tuple, list)):
+            raise TypeError(f"extra must be a tuple or list of tensors, not {type(extra).__name__}")
         if len(extra) != len(config.extra_planes):
             raise ValueError(f"{len(extra)} extra tensors, but extra_planes={config.extra_planes}")
         for i, (tensor, num_bytes) in enumerate(zip(extra, config.extra_planes)):

@@ -12,7 +12,7 @@ import torch
 
 from ep_a2a import layout as _layout
 from ep_a2a import native
-from ep_a2a.errors import RoundError, StickyError
+from ep_a2a.errors import EpError, RoundError, StickyError
 from ep_a2a.quant import stream_of
 from ep_a2a.received import Handle, outbox_view, received_views
 
@@ -47,8 +47,9 @@ class Channel:
         self._inputs: DispatchInputs | None = None
         start = index * layout.channel_bytes
         region = memory.region[start : start + layout.channel_bytes]
-        self._peers = torch.tensor([base + start for base in memory.peer_bases], dtype=torch.int64)
-        self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8)
+        addresses = [base + start for base in memory.peer_bases]
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=a2a.device)
+        self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=a2a.device)
         self._status = native.Status()
         self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
         self.received = received_views(a2a, index, layout, config.payload, config.hidden, region, self._state)
@@ -147,7 +148,8 @@ class Channel:
     def error(self) -> StickyError | None:
         """Why this channel has ended for ever; None while it is healthy."""
         if self._error is None and self._status.failure:
-            self._error = native.sticky_error(self._a2a.rank, self._status)
+            where = f" on channel {self.index}" if self._a2a.config.channels > 1 else ""
+            self._error = native.sticky_error(self._a2a.rank, self._status, where)
         return self._error
 
     def raise_input_error(self) -> None:
@@ -196,12 +198,16 @@ class Channel:
         """Send the rows of a new round."""
         inputs.fill(self._dispatch, self._a2a.layout)
         self._dispatch.num_ctas = self._num_ctas(inputs.num_rows)
-        self._library.dispatch_send(self._dispatch, self._stream())
         self._inputs = inputs
-        self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
+        handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
-        self.stage = Stage.SENT
-        return self.handle
+        self.stage = Stage.SENT  # first: an exception from a signal may come between any two lines
+        try:
+            self._library.dispatch_send(self._dispatch, self._stream())
+        except EpError:
+            self.stage = Stage.CLOSED
+            raise
+        return handle
 
     def wait(self, phase: int, then: Stage) -> None:
         """Wait for all peers' flags of a phase."""
@@ -251,6 +257,10 @@ class Channel:
         """Tell the peers that this rank has ended the round."""
         self._library.end_signal(self._wait[phase], self._stream())
         self.stage = Stage.ENDING
+
+    def leave(self) -> None:
+        """Tell the peers that this rank comes no more."""
+        self._library.leave(self._wait[native.PHASE_DISPATCH], self._stream())
 
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""

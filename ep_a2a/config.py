@@ -53,6 +53,8 @@ class Config:
     first_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.extra_planes, (tuple, list)):
+            raise TypeError(f"extra_planes must be a tuple of ints, not {type(self.extra_planes).__name__}")
         object.__setattr__(self, "extra_planes", tuple(self.extra_planes))
         _check_format("payload", self.payload, PAYLOAD_FORMATS)
         _check_format("combine", self.combine, COMBINE_FORMATS)
@@ -74,6 +76,7 @@ class Config:
                 raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
             if not (math.isfinite(value) and 0 < value <= 1e6):
                 raise ValueError(f"{name}={value}: must be above 0 and at most 1e6 seconds")
+            object.__setattr__(self, name, float(value))  # ranks compare what they print: 60 is 60.0
 
     def _check_hidden(self) -> None:
         multiple = math.lcm(self.payload.hidden_multiple, self.combine.hidden_multiple)

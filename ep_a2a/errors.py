@@ -19,6 +19,10 @@ class PeerTimeout(StickyError):
     """A peer is later than the deadline allows, or the peers gave up on this rank."""
 
 
+class PeerLeft(StickyError):
+    """A peer left its `with` block by an exception, or this rank did: look at that rank's own output."""
+
+
 class ChannelMisuse(StickyError):
     """The device found a channel open that had to be closed, or the other way round."""
 

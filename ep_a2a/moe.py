@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -37,6 +38,7 @@ class MoELayer:
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_tokens: Tensor | None = None,
+        extra: Sequence[Tensor] = (),
         channel: int = 0,
     ) -> Tensor:
         """Send the tokens to their experts, through them, and back. Collective: one round on `channel`.
@@ -45,6 +47,7 @@ class MoELayer:
         topk_ids      int32 [T, K] global experts, -1 = not routed
         topk_weights  fp32 [T, K]
         num_tokens    int32 on the device, how many of the T tokens count; None = all
+        extra         uint8 [T, bytes] for each of `config.extra_planes`, which the experts find in `received.extra`
         channel       which independent round
 
         Returns [T, H] in the combine format; bf16 where that is encoded.
@@ -53,7 +56,9 @@ class MoELayer:
         object can go on where all ranks ended the round alike; a rank that combines meanwhile sees RoundMismatch.
         """
         rows = self.a2a.scratch(channel) if self.a2a.config.combine.is_encoded else None
-        received, handle = api.dispatch(self.a2a, x, topk_ids, topk_weights, num_tokens=num_tokens, channel=channel)
+        received, handle = api.dispatch(
+            self.a2a, x, topk_ids, topk_weights, num_tokens=num_tokens, extra=extra, channel=channel
+        )
         try:
             self.experts(received, self.a2a.outbox(channel) if rows is None else rows)
         except Exception as error:

@@ -22,6 +22,7 @@ from ep_a2a.errors import (
     EpError,
     InvalidCount,
     InvalidRouting,
+    PeerLeft,
     PeerTimeout,
     RoundMismatch,
     StickyError,
@@ -30,7 +31,7 @@ from ep_a2a.layout import FP8, MAX_PLANES, MXFP4, MXFP8, NVFP4
 
 PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
 _PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
-_PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH = 1, 2, 3
+_PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH, _PEER_LEFT = 1, 2, 3, 4
 NUM_BAD_INPUTS = 3
 NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODING = {NVFP4: 1, MXFP4: 2, FP8: 3, MXFP8: 4}  # 0 for the formats that are numbers as they are
@@ -253,6 +254,7 @@ _LAUNCHERS = (
     "ep_a2a_dispatch_send",
     "ep_a2a_wait",
     "ep_a2a_end_signal",
+    "ep_a2a_leave",
     "ep_a2a_outbox_stage",
     "ep_a2a_outbox_order",
     "ep_a2a_combine_pull",
@@ -287,7 +289,7 @@ def library_path(kind: str) -> Path:
     name = f"libep_a2a_{kind}.so"
     here = Path(__file__).resolve().parent
     given = os.environ.get("EP_A2A_LIBRARY_DIR")
-    folders = [Path(given)] if given else [here / "lib", here.parent / "build" / "lib"]
+    folders = [Path(given).resolve()] if given else [here / "lib", here.parent / "build" / "lib"]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
@@ -301,6 +303,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._dll = ctypes.CDLL(str(path))
+        if not hasattr(self._dll, "ep_a2a_abi"):
+            raise EpError(f"{path} is no library of this package: it has no ep_a2a_abi")
         self._dll.ep_a2a_abi.restype = c_char_p
         self._dll.ep_a2a_error_text.restype = c_char_p
         self._check_abi()
@@ -310,6 +314,7 @@ class Library:
     dispatch_send: Callable[[DispatchParams, int], None]
     wait: Callable[[WaitParams, int], None]
     end_signal: Callable[[WaitParams, int], None]
+    leave: Callable[[WaitParams, int], None]
     outbox_stage: Callable[[OutboxParams, int], None]
     outbox_order: Callable[[OrderParams, int], None]
     combine_pull: Callable[[OutboxParams, int], None]
@@ -357,17 +362,19 @@ def load(kind: str) -> Library:
 # ---- records as exceptions ---------------------------------------------------------------------------------------
 
 
-def sticky_error(rank: int, status: Status) -> StickyError | None:
-    """The exception that a status record stands for; None while the channel is healthy."""
+def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | None:
+    """The exception that a status record stands for; None while the channel is healthy. `channel` names it."""
     if status.failure == 0:
         return None
     late_in, epoch = _phase(status.late_in), status.epoch_wanted
-    me = f"rank {rank}, {_phase(status.phase)}"
+    me = f"rank {rank}, {_phase(status.phase)}{channel}"
     who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
     told = "" if status.reported_by == rank else f", reported by rank {status.reported_by}"
     if status.failure == _CHANNEL_MISUSE:
         did = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
         return ChannelMisuse(f"{me}: {who} {did} at epoch {epoch}{told}")
+    if status.failure == _PEER_LEFT:
+        return PeerLeft(f"{me}: {who} left with an exception before its {late_in} of epoch {epoch}")
     if status.failure == _ROUND_MISMATCH:
         other = _phase(PHASE_RELEASE if status.late_in == PHASE_COMBINE else PHASE_COMBINE)
         return RoundMismatch(

@@ -50,7 +50,7 @@ def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = tor
 
     Local; runs on the current stream; may be captured in a graph.
 
-    planes   as `encode` returns them, contiguous; a global scale is fp32, one for all rows ([] or [1]) or for each
+    planes   as `encode` returns them, strided or not; a global scale is fp32, one for all rows ([] or [1]) or for each
     Returns  [..., H] in bf16, fp16 or fp32
     Raises   TypeError, ValueError
     """
@@ -71,10 +71,9 @@ def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = tor
                 f"{column.name} is {list(plane.shape)} on {plane.device}: {fmt} rows {list(planes[0].shape)} on "
                 f"{planes[0].device} want {list(wanted)}, of a multiple of {fmt.hidden_multiple} values"
             )
-        if not plane.is_contiguous():
-            raise ValueError(f"{column.name} is strided {list(plane.stride())}: it must be contiguous")
     if not fmt.is_encoded:
         return planes[0].to(dtype)
+    planes = [plane.contiguous() for plane in planes]
     values = planes[0].new_empty((*outer, hidden), dtype=dtype)
     native.load(_kind(values)).quant_decode(_params(values, planes, fmt), stream_of(values))
     return values

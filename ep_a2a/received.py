@@ -9,13 +9,13 @@ import torch
 
 from ep_a2a import route
 from ep_a2a.layout import Format, Layout
-from ep_a2a.quant import swizzle_scales
+from ep_a2a.quant import decode, swizzle_scales
 
 if TYPE_CHECKING:
     from ep_a2a.api import A2A
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Handle:
     """A round that was dispatched; `combine` or `release` takes it once."""
 
@@ -25,7 +25,7 @@ class Handle:
     num_rows: int  # T of the dispatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Received:
     """The rows that this rank received in a round, as views: [source rank, max_tokens, ...].
 
@@ -57,6 +57,10 @@ class Received:
     _a2a: A2A = field(repr=False)  # keeps the memory of the views
     _channel: int = field(repr=False)
 
+    def __repr__(self) -> str:
+        ranks, max_tokens = self.ids.shape[:2]
+        return f"Received({self.payload}, {ranks} ranks x {max_tokens} rows, hidden {self.hidden})"
+
     @property
     def valid(self) -> torch.Tensor:
         """bool [R, max_tokens]: True where a source sent a row this round. Local; current stream; allocates."""
@@ -64,6 +68,14 @@ class Received:
         token = torch.arange(max_tokens, device=self.rows.device)
         bits = self._bitmap[:, token // 32] >> (token % 32)
         return (bits & 1).bool() & (token < self.num_tokens[:, None])
+
+    def values(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[R, max_tokens, H]: all rows decoded to bf16, fp16 or fp32; garbage where rows are not valid.
+
+        Local; current stream; may be captured in a graph; allocates. Raises TypeError.
+        """
+        planes = (self.rows, self.scales, self.global_scale)
+        return decode([plane for plane in planes if plane is not None], self.payload, dtype)
 
     def scales_128x4(self) -> torch.Tensor:
         """The scales of all rows, source by source, in the tile order of `quant.swizzle_scales`.

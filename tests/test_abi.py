@@ -44,6 +44,21 @@ def test_a_missing_library_names_the_folders(monkeypatch, tmp_path):
         native.library_path("host")
 
 
+def test_another_library_of_that_name_is_refused(monkeypatch, tmp_path):
+    source, library = tmp_path / "other.c", tmp_path / "libep_a2a_host.so"
+    source.write_text("int other(void) { return 1; }")
+    subprocess.run(["gcc", "-shared", "-o", library, source], check=True)
+    with pytest.raises(EpError, match="is no library of this package: it has no ep_a2a_abi"):
+        native.Library(library)
+
+
+def test_a_relative_folder_is_searched_from_here(monkeypatch):
+    folder = native.library_path("host").parent
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("EP_A2A_LIBRARY_DIR", ".")
+    assert native.library_path("host") == folder / "libep_a2a_host.so"
+
+
 def test_the_library_says_where_it_is():
     shown = subprocess.run([sys.executable, "-m", "ep_a2a.native"], capture_output=True, text=True, check=True)
     assert f"host: {native.library_path('host')}" in shown.stdout

@@ -389,7 +389,7 @@ def test_layer_dispatches_runs_and_combines(monkeypatch: pytest.MonkeyPatch, com
     calls = Calls()
     layer, a2a = layer_with(monkeypatch, calls, lambda *planes: calls.log.append(("experts", *planes)), combine)
     assert layer("x", "ids", "weights", num_tokens="count", channel=3) == "out"
-    options = {"num_tokens": "count", "channel": 3}
+    options = {"num_tokens": "count", "extra": (), "channel": 3}
     assert calls.log == [
         ("dispatch", a2a, "x", "ids", "weights", options),
         ("experts", "received", "scratch 3" if combine is FP8 else "outbox 3"),

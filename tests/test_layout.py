@@ -323,3 +323,14 @@ def test_ranks_that_disagree(field, usual, other):
         bodies.rounds(group, Case(num_rounds=1))
 
     ep_a2a.local(4).run(body)
+
+
+def test_numbers_of_seconds_are_floats_and_extra_planes_a_tuple():
+    one, other = (replace_config(timeout_s=60, extra_planes=[4]), replace_config(timeout_s=60.0, extra_planes=(4,)))
+    assert repr(one) == repr(other)
+    with pytest.raises(TypeError, match="extra_planes must be a tuple of ints, not int"):
+        replace_config(extra_planes=5)
+
+
+def replace_config(**fields):
+    return ep_a2a.Config(num_experts=4, top_k=1, hidden=32, max_tokens=8, **fields)

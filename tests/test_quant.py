@@ -248,3 +248,11 @@ def test_values_that_are_not_finite_show_where_they_were_sent(payload, dtype, ba
             bodies.one_round(a2a, case, 1)
 
     ep_a2a.local(2).run(body)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, 2.0**-101, float("nan"), float("inf"), -float("inf")])
+def test_a_global_scale_that_is_none_shows(scale):
+    rows, scales, g = encode(torch.ones(2, 32), NVFP4, torch.tensor(scale))
+    assert (scales.view(torch.uint8) == 0x7F).all()
+    assert (rows == 0).all()
+    assert decode((rows, scales, g), NVFP4).isnan().all()

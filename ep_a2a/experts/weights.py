@@ -230,7 +230,7 @@ def _encode(name: str, w: Tensor, format: Format) -> tuple[Tensor, Tensor, Tenso
         torch.empty(num_experts, num_rows, num_columns // c.hidden_per_element, dtype=c.dtype, device=w.device)
         for c in format.columns
     )
-    global_scale = torch.ones(num_experts, device=w.device)
+    global_scale = torch.ones(num_experts, dtype=torch.float32, device=w.device)
     for expert in range(num_experts):
         bad = int((~w[expert].isfinite()).sum())
         if bad:

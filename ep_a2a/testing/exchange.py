@@ -103,7 +103,7 @@ def reference_combine(
         raise ValueError(f"{len(outboxes)} outboxes and {len(masks)} masks: one of each for every rank")
     results = []
     for source, mask in enumerate(masks):
-        acc = torch.zeros(mask.shape[0], outboxes[source].shape[-1])
+        acc = torch.zeros(mask.shape[0], outboxes[source].shape[-1], dtype=torch.float32)
         for rank, outbox in enumerate(outboxes):
             rows = decode_format(encode_format(outbox[source], combine), combine) if combine else outbox[source]
             for token in mask[:, rank].nonzero().flatten().tolist():

@@ -94,7 +94,7 @@ def decode_format(planes: Sequence[Tensor], fmt: Format, dtype: torch.dtype = to
         return decode_nvfp4(planes[0], planes[1], planes[2], dtype)
     rows, scales = planes
     if rows.dtype == torch.uint8:
-        signed = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), device=rows.device)
+        signed = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), dtype=torch.float32, device=rows.device)
         values = signed[torch.stack((rows & 15, rows >> 4), dim=-1).int()].flatten(-2)
     else:
         values = rows.float()

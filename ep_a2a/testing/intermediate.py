@@ -63,5 +63,5 @@ def quantization_error(m: Tensor, reach: Tensor, intermediate: Format) -> Tensor
 
 def _nearest(x: Tensor) -> Tensor:
     """The e2m1 value nearest to x in float64; the ends were widened past a boundary that they met."""
-    boundaries, values = torch.tensor(_BOUNDARIES).double(), torch.tensor(_MAGNITUDES).double()
+    boundaries, values = (torch.tensor(v, dtype=torch.float64) for v in (_BOUNDARIES, _MAGNITUDES))
     return values[torch.bucketize(x.abs(), boundaries)] * x.sign()

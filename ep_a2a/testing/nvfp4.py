@@ -81,7 +81,7 @@ def decode_nvfp4(packed: Tensor, scales: Tensor, global_scale: Tensor, dtype: to
         )
     if global_scale.dim() and global_scale.shape != packed.shape[:-1]:
         raise ValueError(f"global_scale has shape {tuple(global_scale.shape)}: rows have {tuple(packed.shape[:-1])}")
-    signed = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), device=packed.device)
+    signed = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), dtype=torch.float32, device=packed.device)
     byte = torch.arange(256, device=packed.device)
     table = torch.stack((signed[byte & 15], signed[byte >> 4]), dim=1)
     values = table.index_select(0, packed.reshape(-1).int()).reshape(*scales.shape, BLOCK)
