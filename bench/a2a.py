@@ -4,7 +4,8 @@
     python bench/a2a.py                        4 ranks as threads of this process
     mpirun -n 4 python bench/a2a.py            ranks as processes; torchrun alike
 
-Every case is checked against the reference before it is timed. A table goes to the screen, rows to a JSON file.
+Every case is checked against the reference before it is timed. A table goes to the screen, rows to a JSON file
+(--out; by default build/bench/a2a.json, which each run replaces).
 """
 
 from __future__ import annotations
@@ -196,7 +197,11 @@ def show(rows: list[dict[str, Any]], gbps: float) -> None:
         cells += [f"{row[name]:.0f}" for name in ("us", "us_min", "us_max")]
         cells += [f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / row['us'] / 1e3:.3f}", f"{row['floor_us']:.0f}"]
         table.add_row(*map(str, cells), end_section=row["op"] == "pair")
-    Console(width=None if Console().is_terminal else 120).print(table)
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(table)
+    console.print(
+        "pair = dispatch + combine; MB = read + written on all ranks; floor = MB at the copy rate of this run"
+    )
 
 
 if __name__ == "__main__":

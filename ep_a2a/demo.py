@@ -89,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     for layer in LAYERS:
         if options.layer in (None, layer.name):
             good &= run_layer(group, layer, max(1, options.rounds), report)
+    if good:
+        report.success("every result is within the bound of its float64 reference")
     return 0 if good else 1
 
 
@@ -100,7 +102,7 @@ def run_layer(group: world.Group, layer: Layer, num_rounds: int, report: Report)
         parts = [expert_weights(layer, expert) for expert in mine if not step()]
         experts = LocalExperts(stack(parts, layer), mine.start)
     with ep_a2a.connect(config, group) as a2a:
-        with report.progress(f"{layer.name}: {num_rounds} rounds", num_rounds + 1) as step:
+        with report.progress(f"{layer.name}: {num_rounds} rounds and one to warm up", num_rounds + 1) as step:
             outcome = run_rounds(a2a, layer, experts, num_rounds, step)
         with report.progress(f"{layer.name}: float64 reference", len(mine)) as step:
             worst, worst_ratio = compare(group, layer, config, experts, outcome.out, step)

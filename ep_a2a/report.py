@@ -26,6 +26,10 @@ class Report:
         """A headline."""
         self._console.rule(f"[bold]{text}")
 
+    def success(self, text: str) -> None:
+        """The last line of a run that went well."""
+        self._console.print(f"[bold green]{text}")
+
     def failure(self, text: str) -> None:
         """What went wrong."""
         self._console.print(f"[bold red]{text}")
@@ -49,8 +53,8 @@ class Report:
         phases = list(ranks[0]["ms"])
         for heading in ("rank", "tokens", "rows in", "MB in", "MB back", "pairs", *(f"{p} ms" for p in phases)):
             table.add_column(heading, justify="right")
-        table.add_column("max error", justify="right")
-        table.add_column("of bound", justify="right")
+        table.add_column("max |error|", justify="right")
+        table.add_column("error / bound", justify="right")
         for row in ranks:
             rows_in = sum(row["from"])
             moved = (f"{rows_in * num_bytes / 1e6:.3f}" for num_bytes in (row_bytes, result_bytes))
@@ -59,6 +63,11 @@ class Report:
             cells += [f"{row['error']:.2e}", f"{row['ratio']:.0%}"]
             table.add_row(*map(str, cells), style=None if row["ratio"] <= 1 else "bold red")
         self._console.print(table)
+        self._console.print(
+            "rows in and MB in: dispatched to this rank, its own included; MB back: its results; pairs: of a row and a "
+            "local expert; combine includes waiting for the slowest rank's experts",
+            style="dim",
+        )
         self._traffic([row["from"] for row in ranks], row_bytes)
 
     def _traffic(self, rows_from: Sequence[Sequence[int]], row_bytes: int) -> None:

@@ -200,6 +200,18 @@ install_library() {
   printf '%s\n' "$now" >"$stamp"
 }
 
+# build/activate.sh gives a shell what these scripts have
+write_activate() {
+  {
+    if [[ -z $site_deps ]]; then
+      printf 'export PATH=%q:"$PATH"\n' "$root/.venv/bin"
+    else
+      printf 'export PATH=%q:%q:"$PATH"\nexport PYTHONPATH=%q\n' "$site_deps/bin" "$site_deps/local/bin" "$PYTHONPATH"
+    fi
+    [[ -z ${MPI4PY_LIBMPI:-} ]] || printf 'export MPI4PY_LIBMPI=%q\n' "$MPI4PY_LIBMPI"
+  } >"$root/build/activate.sh"
+}
+
 setup() {
   mkdir -p "$root/build"
   if command -v flock >/dev/null; then # one at a time
@@ -212,6 +224,7 @@ setup() {
   install_packages "$@"
   choose_cuda
   install_library
+  write_activate
   exec 9>&-
 }
 
