@@ -30,7 +30,7 @@ def test_demo_shows_a_layer(launcher):
     start = [*TORCHRUN, "-m", "ep_a2a"] if launcher == "torchrun" else [*mpirun(), sys.executable, "-m", "ep_a2a"]
     shown = run([*start, "demo", *SMALL])
     assert shown.returncode == 0, shown.stderr[-2000:]
-    for text in ("Nemotron-like", "hidden 2048, top-22", "rows in", "dispatch traffic", "combine", "error", "within the bound"):
+    for text in ("Nemotron-like", "hidden 2048, top-22", "rows in", "combine", "dispatch traffic", "within the bound"):
         assert text in shown.stdout
 
 
