@@ -298,8 +298,8 @@ void Seat::send() {
   for (InputRecord& input : inputs) input = {};
 }
 
-// Only a rank that was stopped may end a channel, and its peers name it. With three ranks or two channels they may also
-// name one that waits for it and so is late as well; those are counted.
+// Only a rank that was stopped may end a channel, and its peers name it. They may also name one that waits for it on
+// the other channel, or that this scheduler starved for longer than a waiter looks on: those are late as well. Counted.
 void Seat::wait(Phase phase) {
   const WaitParams params{sizeof params, phase, channel};
   ep_a2a_wait(&params, nullptr);
