@@ -1,36 +1,42 @@
 // sync.cuh: who tells whom what, when. Flags, deadlines and aborts; every access to a flag is in this file.
 //
-// Contracts. `n` is the epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads
-// them, one word for each rank that writes; none is ever reset. A waiter only ever sees epoch n-1 or n, since both
-// waits of a round wait for every peer; so words are compared for the exact epoch.
+// Contracts. A line with a tag is a step or an assertion of tests/model/round.pml, under the same tag. `n` is the
+// epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads them, one word for each
+// rank that writes; none is ever reset. A waiter only ever sees epoch n-1 or n, since both waits of a round wait for
+// every peer; so words are compared for the exact epoch.                                                  [epoch.exact]
 //
-//   dispatch_flag[source]   epoch << 24 | token count
-//     writer    the source: the last CTA of its dispatch, one store to every peer                      publish
-//     reader    the owner: one warp, in its dispatch wait                                       ld_acquire_sys
-//     meaning   all rows and bitmap words of round n from `source` are visible
+//   dispatch_flag[source]   epoch << 24 | token count                                              [dispatch_flag.word]
+//     writer    the source: the last CTA of its dispatch, one store to every peer; publish       [dispatch_flag.writer]
+//     reader    the owner: one warp, in its dispatch wait; ld_acquire_sys                        [dispatch_flag.reader]
+//     meaning   all rows and bitmap words of round n from `source` are visible                  [dispatch_flag.meaning]
 //     chain     rows -> CTA barrier -> acquire-release add on send_counter (GPU scope) by one thread -> the last
-//               CTA sees all adds -> CTA barrier -> release at system scope -> flag
+//               CTA sees all adds -> CTA barrier -> release at system scope -> flag               [dispatch_flag.chain]
 //     reuse     round n+1: its writer has passed its wait for end_flag n of the owner, which the owner stores
-//               after it read this word
+//               after it read this word                                                           [dispatch_flag.reuse]
 //
-//   end_flag[source]        epoch << 24 | phase (combine or release)
-//     writer    the source: one warp of a kernel of its own ("outbox ready")                           publish
-//     reader    the owner: one warp, in its combine or release wait                             ld_acquire_sys
-//     meaning   `source` has written its outbox for round n, and reads its own receive planes no more
+//   end_flag[source]        epoch << 24 | phase (combine or release)                                    [end_flag.word]
+//     writer    the source: one warp of a kernel of its own ("outbox ready"); publish                 [end_flag.writer]
+//     reader    the owner: one warp, in its combine or release wait; ld_acquire_sys                   [end_flag.reader]
+//     meaning   `source` has written its outbox for round n,
+//               and reads its own receive planes no more                                             [end_flag.meaning]
+//     agreement where the phase is not the reader's own, the reader ends the channel               [end_flag.agreement]
 //     chain     outbox rows of earlier kernels -> kernel boundary -> release at system scope (cumulative) -> flag;
-//               the pull kernel starts after the waiting kernel has ended
+//               the pull kernel starts after the waiting kernel has ended                              [end_flag.chain]
 //     reuse     round n+1: its writer has passed its wait for dispatch_flag n+1 of the owner, which the owner
-//               stores after it read this word
+//               stores after it read this word                                                         [end_flag.reuse]
 //
-//   abort_word[source]      epoch << 24 | phase << 20 | culprit << 12 | reporter << 4 | failure; 0 = none
-//     writer    the source: the warp that gave up, to every peer; again, smaller, if it learns more    publish
-//     reader    the owner: every waiting warp, with its flags                                   ld_acquire_sys
-//     meaning   `source` left the channel for ever, and why; `reporter` found out. Carries no data
-//     reuse     never
+//   abort_word[source]      epoch << 24 | phase << 20 | culprit << 12 | reporter << 4 | failure       [abort_word.word]
+//     writer    the source: the warp that gave up; again, smaller, if it learns more; publish       [abort_word.writer]
+//     reader    the owner: every waiting warp, with its flags; ld_acquire_sys                       [abort_word.reader]
+//     meaning   `source` left the channel for ever, and why; `reporter` found out; 0: it has not   [abort_word.meaning]
+//     reuse     never, but for a smaller word                                                        [abort_word.reuse]
 //
 // Windows. The receive planes and the bitmap of rank r are r's to read from the end of its dispatch wait to its end
-// signal, and its peers' to write from that signal until its next dispatch wait ends. The outbox of r is r's to write
-// from the end of its dispatch wait to its end signal, and its peers' to read from then until that next wait ends.
+// signal, and its peers' to write from that signal until its next dispatch wait ends.                  [windows.planes]
+// The outbox of r is r's to write from the end of its dispatch wait to its end signal, and its peers' to read from
+// then until that next wait ends.                                                                      [windows.outbox]
+//
+// Waits that share a stream come in the same order on every rank, over all channels.                      [waits.order]
 #pragma once
 
 #include "ptx.cuh"
