@@ -202,6 +202,8 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
   uint64_t end_ns = ~uint64_t{0};  // of the look around, once this rank has given up
   Why own{};
   for (unsigned num_polls = 0;; ++num_polls) {
+    // The time is older than what is seen below: a rank that stood still past its deadline sees that it was given up.
+    const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
     bool here = true, told = false;
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
       here &= epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source))) == epoch;
@@ -213,7 +215,6 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     told = __any_sync(kAllLanes, told);
-    const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
     if (end_ns == ~uint64_t{0}) {
       if (!told && __all_sync(kAllLanes, here)) return true;
       if (told || waited_ns >= timeout_ns) {
