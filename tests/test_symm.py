@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import gc
 import json
@@ -367,3 +368,41 @@ def test_a_new_segment_taken_for_a_leftover_is_made_again(monkeypatch):
     finally:
         segment.unlink()
     assert _names() == []
+
+
+def test_what_is_no_segment_is_left_alone_and_opened_without_waiting():
+    fifo = Path(posix.DIRECTORY, posix.PREFIX + "fifo")
+    os.mkfifo(fifo)
+    try:
+        assert spawn.run(posix.remove_leftovers, 1, deadline_s=10.0) == [[]]
+        assert fifo.exists()
+    finally:
+        fifo.unlink()
+
+
+def test_a_leftover_of_another_user_is_left_alone(monkeypatch):
+    other = Path(posix.DIRECTORY, posix.PREFIX + "other")
+    other.write_bytes(b"1")
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            assert other.name not in posix.remove_leftovers()
+        assert other.name in posix.remove_leftovers()
+    finally:
+        other.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("number", "text"), [(errno.ENOSPC, "is too small: "), (errno.EFBIG, "OSError: [Errno 27]")])
+def test_the_cause_of_a_failed_reservation(monkeypatch, number, text):
+    def fail(fd, offset, num_bytes):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    segment = posix._Segment()
+    try:
+        with pytest.raises(SymmetricMemoryError) as info:
+            segment.create(PAGE, 1)
+    finally:
+        segment.unlink()
+    assert text in str(info.value)
+    assert ("too small" in str(info.value)) == (number == errno.ENOSPC)

@@ -13,11 +13,13 @@ that the owner is dead, and removes the name: the next job on the host does.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -117,8 +119,8 @@ def _check_room(num_bytes: int, available: list[int | None]) -> None:
 
 def _available() -> int | None:
     """Free bytes of /dev/shm; None where its size has no limit."""
-    stat = os.statvfs(DIRECTORY)
-    return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+    found = os.statvfs(DIRECTORY)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def _too_small(num_bytes: int, num_ranks: int, available: int | None) -> SymmetricMemoryError:
@@ -149,6 +151,8 @@ class _Segment:
         try:
             os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise SymmetricMemoryError(f"{DIRECTORY}: reserving {num_bytes} bytes: {one_line(error)}") from error
             available = _available()  # before ours goes, so what the other ranks got counts as taken
             raise _too_small(num_bytes, num_ranks, available) from error
         return name
@@ -179,11 +183,14 @@ def remove_leftovers() -> list[str]:
         if not name.startswith(PREFIX):
             continue
         path = f"{DIRECTORY}/{name}"
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:  # O_NONBLOCK: to open a FIFO waits for its writer
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue  # gone meanwhile, or another user's
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                continue  # no segment, or another user's, which root could open
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
             removed.append(name)
