@@ -20,6 +20,7 @@ from ep_a2a.channel import Channel, Stage
 from ep_a2a.config import Config
 from ep_a2a.errors import ClosedError, ConfigMismatch, EpError, RoundError
 from ep_a2a.received import Handle, Received
+from ep_a2a.rendezvous import one_line
 from ep_a2a.route import Order, Pairs
 
 __all__ = [
@@ -57,7 +58,12 @@ def connect(config: Config, group: object | None = None) -> A2A:
     ranks = world.resolve(group)
     if not 1 <= ranks.size <= _layout.MAX_RANKS:
         raise ValueError(f"the group has {ranks.size} ranks, at most {_layout.MAX_RANKS} are served")
-    return A2A(config, ranks)
+    meeting = ranks.connection()
+    try:
+        return A2A(config, meeting)
+    except BaseException as error:
+        meeting.leave(one_line(error))
+        raise
 
 
 class A2A:
@@ -140,7 +146,8 @@ class A2A:
         A `with` block that ends by an exception does not wait: it tells the peers, whose next wait raises PeerLeft.
         Memory that a peer or a living view can still reach stays mapped. Raises RendezvousTimeout.
         """
-        self._close(meet=not any(channel.error() for channel in self._channels))
+        error = next(filter(None, (channel.error() for channel in self._channels)), None)
+        self._close(one_line(error) if error else "")
 
     def __enter__(self) -> A2A:
         return self
@@ -153,23 +160,47 @@ class A2A:
         elif not self._closed:
             for channel in self._channels:
                 channel.leave()
-            self._close(meet=False)  # the peers may not be on their way to a close
+            self._close(one_line(error) if error else kind.__name__)  # the peers may not be on their way to a close
 
     def __repr__(self) -> str:
         return f"A2A(rank {self.rank} of {self.num_ranks}, {self.config})"
 
-    def _close(self, meet: bool) -> None:
+    def _close(self, alone: str) -> None:
+        """Close with the peers; or alone, and tell them why."""
         if self._closed:
             return
         self._closed = True
         met = False
         try:
-            if meet:
-                self.group.barrier("close", self.config.first_timeout_s)
+            if not alone:
+                self.group.barrier("close", self.config.first_timeout_s, self._peers_left)
                 met = True
+        except BaseException as error:
+            alone = one_line(error)
+            raise
         finally:
+            self.group.leave(alone)
             self._memory.close(keep=not met)
             self._channels = []  # their views would keep the memory
+
+    def _peers_left(self) -> str | None:
+        """What a peer wrote here when it ended a channel for ever, as then it closes alone; polled on the host."""
+        for channel in self._channels:
+            start = channel.index * self.layout.channel_bytes + self.layout.abort_words_offset
+            words = self._memory.region[start : start + 8 * self.num_ranks].view(torch.int64).tolist()
+            for rank, word in enumerate(words):
+                if word:
+                    why = native.Status(
+                        failure=word & 15,
+                        reported_by=word >> 4 & 255,
+                        culprit=word >> 12 & 255,
+                        late_in=word >> 20 & 15,
+                        phase=word >> 20 & 15,
+                        epoch_wanted=word >> 24,
+                    )
+                    error = native.sticky_error(self.rank, why)
+                    return f"rank {rank} ended channel {channel.index} for ever: {one_line(error) if error else word}"
+        return None
 
     def _check_open(self) -> None:
         if self._closed:

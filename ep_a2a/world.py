@@ -9,94 +9,134 @@ import os
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ep_a2a.errors import EpError
+from ep_a2a.errors import EpError, RendezvousTimeout
 from ep_a2a.layout import MAX_RANKS
-from ep_a2a.rendezvous import Group, StoreGroup, no_word, of_communicator, of_process_group, one_line, tcp_store
+from ep_a2a.rendezvous import Board, BoardGroup, Deadline, Group, one_line
+from ep_a2a.rendezvous.mpi import of_communicator
+from ep_a2a.rendezvous.store import StoreGroup, of_process_group, tcp_store
 
 __all__ = ["Group", "LocalRank", "LocalWorld", "local", "resolve"]
 
 # ---- ranks of one process ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Slot:
-    """What the ranks brought to one collective call, and how many of them have gone on."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-    num_gone: int = 0
-
-
 class _Meeting:
-    """The memory that the ranks of a local world share: a slot for each collective call under way."""
+    """The memory that the ranks of a local world share; `changed` is told of a step that is complete, and of news."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.calls = [0] * size  # of each rank, so far
-        self.slots: dict[int, _Slot] = {}
-        self.failed: dict[int, BaseException] = {}  # ranks whose function ended with an error: they will not come
+        self.words: dict[tuple[int, int], dict[int, tuple[str, Any]]] = {}  # by connection and step, then by rank
+        self.num_gone: dict[tuple[int, int], int] = {}  # ranks that have gone on from there
+        self.left: dict[int, dict[int, str]] = {}  # by connection and rank: why it left, empty where all did
+        self.latest = 0
+        self.num_news = 0
+        self.failed: dict[int, str] = {}  # ranks whose function ended with an error, or was cut off: they will not come
 
-    def restart(self) -> None:
-        """Put all ranks in step; only while no rank runs."""
-        with self.changed:
-            self.calls = [max(self.calls)] * self.size
-            self.slots.clear()
-            self.failed.clear()
+    def tell(self) -> None:
+        """Wake the ranks that wait, as somebody failed, left or began a connection; with `changed` held."""
+        self.num_news += 1
+        self.changed.notify_all()
 
-    def fail(self, rank: int, error: BaseException) -> None:
-        with self.changed:
-            self.failed[rank] = error
-            self.changed.notify_all()
+    def forget(self, number: int) -> None:
+        """Drop the steps of a connection; with `changed` held."""
+        for key in [key for key in self.words if key[0] == number]:
+            del self.words[key]
+        for key in [key for key in self.num_gone if key[0] == number]:
+            del self.num_gone[key]
 
-    def gather(self, rank: int, value: Any, what: str, timeout_s: float) -> list[Any]:
-        started = time.monotonic()
+    def fail(self, ranks: Iterable[int], error: BaseException) -> None:
         with self.changed:
-            call = self.calls[rank]
-            self.calls[rank] += 1
-            slot = self.slots.setdefault(call, _Slot())
-            slot.values[rank] = value
-            if len(slot.values) == self.size:
-                self.changed.notify_all()
-            self.changed.wait_for(
-                lambda: len(slot.values) == self.size or any(r not in slot.values for r in self.failed), timeout_s
+            self.failed.update(dict.fromkeys(ranks, f"failed with {one_line(error)}"))
+            self.tell()
+
+
+class _LocalBoard(Board):
+    """A rank's side of a meeting."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.meeting = meeting
+        self._rank = rank
+        self._num_seen = 0  # of the news
+
+    def latest(self) -> int:
+        return self.meeting.latest
+
+    def begun(self, number: int) -> None:
+        with self.meeting.changed:
+            if number > self.meeting.latest:
+                self.meeting.latest = number
+                self.meeting.tell()
+
+    def post(self, number: int, step: int, what: str, value: Any) -> None:
+        meeting = self.meeting
+        with meeting.changed:
+            if self._rank in meeting.failed:  # and yet it is here
+                raise RendezvousTimeout(
+                    f"rank {self._rank}, {what}: the run of the local world that this rank is of "
+                    f"{meeting.failed[self._rank]}, its ranks do not meet any more"
+                )
+            words = meeting.words.setdefault((number, step), {})
+            words[self._rank] = what, value
+            if len(words) == meeting.size:
+                meeting.changed.notify_all()
+
+    def look(self, number: int, step: int, peer: int) -> tuple[str, Any] | None:
+        return self.meeting.words.get((number, step), {}).get(peer)
+
+    def leave(self, number: int, why: str) -> None:
+        meeting = self.meeting
+        with meeting.changed:
+            left = meeting.left.setdefault(number, {})
+            left.setdefault(self._rank, why)
+            if why:
+                meeting.tell()
+            if len(left) == meeting.size:
+                meeting.forget(number)
+                for old in [n for n in meeting.left if n < number or not any(left.values())]:
+                    if len(meeting.left[old]) == meeting.size:
+                        del meeting.left[old]
+
+    def lost(self, number: int) -> dict[int, str]:
+        with self.meeting.changed:
+            self._num_seen = self.meeting.num_news
+            return {r: why for r, why in self.meeting.left.get(number, {}).items() if why} | self.meeting.failed
+
+    def nap(self, number: int, step: int, deadline: Deadline) -> bool:
+        meeting, words = self.meeting, self.meeting.words.get((number, step), {})
+        with meeting.changed:
+            meeting.changed.wait_for(
+                lambda: len(words) == meeting.size or meeting.num_news != self._num_seen, min(deadline.left(), 0.1)
             )
-            slot.num_gone += 1
-            if slot.num_gone == self.size:
-                del self.slots[call]
-            missing = [r for r in range(self.size) if r not in slot.values]
-            if not missing:
-                return [slot.values[r] for r in range(self.size)]
-            lost = [r for r in missing if r in self.failed]
-            because = "".join(f"; rank {r} failed with {one_line(self.failed[r])}" for r in lost[:1])
-            missing = lost or missing
-        raise no_word(rank, what, missing, time.monotonic() - started, because)
+        return deadline.left() > 0
+
+    def finish(self, number: int, step: int, complete: bool) -> None:
+        meeting, key = self.meeting, (number, step)
+        with meeting.changed:
+            meeting.num_gone[key] = meeting.num_gone.get(key, 0) + 1
+            if meeting.num_gone[key] == meeting.size:
+                meeting.words.pop(key, None)
+                del meeting.num_gone[key]
 
 
-class LocalRank(Group):
+class LocalRank(BoardGroup):
     """One rank of a local world: a thread of this process."""
 
     def __init__(self, meeting: _Meeting, rank: int, device: str) -> None:
-        self.rank = rank
-        self.size = meeting.size
-        self.name = f"local world of {meeting.size}"
+        super().__init__(rank, meeting.size, f"local world of {meeting.size}", _LocalBoard(meeting, rank))
         self.device = device
-        self._meeting = meeting
-
-    def all_gather(self, payload: bytes, what: str, timeout_s: float) -> list[bytes]:
-        return self.gather_objects(payload, what, timeout_s)
 
     def gather_objects(self, value: Any, what: str, timeout_s: float) -> list[Any]:
         """`all_gather` for any object: the ranks share an address space, so nothing is copied. Collective."""
-        return self._meeting.gather(self.rank, value, what, timeout_s)
+        return self._gather(value, what, timeout_s)
 
     def __repr__(self) -> str:
         return f"LocalRank({self.rank} of {self.size})"
@@ -106,40 +146,69 @@ class LocalWorld:
     """Ranks of one process; `ranks[r]` is the group that rank r passes to `connect`."""
 
     def __init__(self, num_ranks: int, device: str) -> None:
-        self._meeting = _Meeting(num_ranks)
         self._running = threading.Lock()
         self.device = device
-        self.ranks: tuple[LocalRank, ...] = tuple(LocalRank(self._meeting, r, device) for r in range(num_ranks))
+        self._start_afresh(num_ranks)
+
+    def _start_afresh(self, num_ranks: int) -> None:
+        self._meeting = _Meeting(num_ranks)
+        self.ranks: tuple[LocalRank, ...] = tuple(LocalRank(self._meeting, r, self.device) for r in range(num_ranks))
+
+    def _restart(self) -> None:
+        """Put all ranks in step; only while no rank runs."""
+        last = max(rank._step for rank in self.ranks)
+        for rank in self.ranks:
+            rank._step = last
+        with self._meeting.changed:
+            self._meeting.forget(0)
+            self._meeting.failed.clear()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(rank, *args)` for every rank, each in a thread of its own, and wait for all of them.
 
         Local. When a rank fails, ranks that wait for it in a host collective fail at once, the others go on to their
-        own end or deadline; then the error that happened first is raised, with the others as notes.
+        own end or deadline; then the error that happened first is raised, with the others as notes. Where the wait
+        itself is interrupted (Ctrl-C), threads may go on: they are cut off, every host collective of theirs fails,
+        `ranks` are new ones, and objects that were connected before can only be closed.
 
         Returns the results by rank. Raises EpError where the world is running already, else what `fn` raised.
         """
         if not self._running.acquire(blocking=False):
             raise EpError("the ranks of this local world are running already: one `run` at a time")
         try:
-            self._meeting.restart()
-            results: list[Any] = [None] * len(self.ranks)
-            errors: list[tuple[int, BaseException]] = []  # in the order in which they happened
-
-            def one(rank: LocalRank) -> None:
-                try:
-                    results[rank.rank] = fn(rank, *args)
-                except BaseException as error:  # SystemExit too: it is raised again in the caller's thread
-                    errors.append((rank.rank, error))
-                    self._meeting.fail(rank.rank, error)
-
-            threads = [threading.Thread(target=one, args=(r,), name=f"rank {r.rank}", daemon=True) for r in self.ranks]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            return self._run(fn, args)
         finally:
             self._running.release()
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        self._restart()
+        meeting = self._meeting
+        results: list[Any] = [None] * len(self.ranks)
+        errors: list[tuple[int, BaseException]] = []  # in the order in which they happened
+
+        def one(rank: LocalRank) -> None:
+            try:
+                results[rank.rank] = fn(rank, *args)
+            except BaseException as error:  # SystemExit too: it is raised again in the caller's thread
+                errors.append((rank.rank, error))
+                meeting.fail([rank.rank], error)
+
+        threads = [threading.Thread(target=one, args=(r,), name=f"rank {r.rank}", daemon=True) for r in self.ranks]
+        started = 0
+        try:
+            try:
+                for thread in threads:
+                    thread.start()
+                    started += 1
+            except RuntimeError as error:  # no more threads
+                errors.insert(0, (started, error))
+                meeting.fail(range(started, len(threads)), error)
+            for thread in threads[:started]:
+                thread.join()
+        except BaseException as error:
+            meeting.fail(range(len(threads)), error)
+            self._start_afresh(len(threads))
+            raise
         if errors:
             _raise_first(errors)
         return results
@@ -260,6 +329,11 @@ def _rank_and_size(launcher: _Launcher, env: Mapping[str, str]) -> tuple[int, in
     return rank, size
 
 
+def _is_number(text: str) -> bool:
+    """Is it a number in plain digits, and a short one? `int` and `isdigit` take more, and not the same."""
+    return re.fullmatch("[0-9]{1,18}", text) is not None
+
+
 def _confused(what: str, env: Mapping[str, str]) -> EpError:
     names = [name for one in _LAUNCHERS for name in (one.rank, one.size)]
     found = [f"{name}={env[name]}" for name in (*names, *_OTHERS) if name in env]
@@ -283,6 +357,9 @@ def _from_mpi(launcher: _Launcher, rank: int, size: int, env: Mapping[str, str])
     return of_communicator(MPI.COMM_WORLD)
 
 
+_of_launchers: dict[tuple[str, str, bool, int, int], StoreGroup] = {}  # for the process's life: calls are numbered once
+
+
 def _from_store(launcher: _Launcher, rank: int, size: int, env: Mapping[str, str]) -> Group:
     job, prefix = "", env.get("TORCHELASTIC_RESTART_COUNT", "0")
     host, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
@@ -291,18 +368,18 @@ def _from_store(launcher: _Launcher, rank: int, size: int, env: Mapping[str, str
         prefix = f"{job}.{step}"
         nodes = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if n in env), "")
         host = host or _first_host(nodes)
-        if not port_text and job.isdigit() and step.isdigit():
+        if not port_text and _is_number(job) and _is_number(step):
             port_text = str(20000 + (131 * int(job) + int(step)) % 12000)
-    if size > 1 and not (host and port_text.isdigit() and 0 < int(port_text) < 2**16):
+    port = int(port_text or 0) if _is_number(port_text or "0") else -1
+    if port < 0 or (size > 1 and not (host and 0 < port < 2**16)):
         raise _confused(f"{launcher.name}: no address where ranks can meet: {host or 'no host'}:{port_text}", env)
     serve = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # there the agent holds the server
-    open_store = tcp_store(host, int(port_text or 0), serve)
-    return StoreGroup(
-        rank,
-        size,
-        f"{launcher.name} at {host}:{port_text}",
-        lambda timeout_s: PrefixStore(prefix, open_store(timeout_s)),
-    )
+    open_store = tcp_store(host, port, serve)
+    name = f"{launcher.name} at {host}:{port_text}"
+    key = (name, prefix, serve, rank, size)
+    if key not in _of_launchers:
+        _of_launchers[key] = StoreGroup(rank, size, name, lambda timeout_s: PrefixStore(prefix, open_store(timeout_s)))
+    return _of_launchers[key]
 
 
 def _first_host(nodes: str) -> str:

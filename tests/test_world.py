@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ep_a2a.world as world
 from ep_a2a.errors import EpError, RendezvousTimeout
-from ep_a2a.rendezvous import StoreGroup
+from ep_a2a.rendezvous.store import StoreGroup
 from tests import spawn
 
 # ---- local world -------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_local_64_ranks():
 def test_local_keeps_nothing_after_a_call():
     ranks = world.local(4)
     ranks.run(lambda rank: [rank.barrier("x", 10) for _ in range(5)])
-    assert not ranks._meeting.slots
+    assert not ranks._meeting.words
 
 
 def test_local_barrier_waits_for_the_last():
@@ -163,6 +163,8 @@ def test_refuses_a_whole_local_world():
         ({"RANK": "x", "WORLD_SIZE": 4}, ["must be numbers", "RANK=x"]),
         ({"RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "h"}, ["MASTER_ADDR and MASTER_PORT", "MASTER_ADDR=h"]),
         ({"RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ["no address", "h:70000"]),
+        ({"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "h", "MASTER_PORT": "abc"}, ["h:abc", "MASTER_PORT=abc"]),
+        ({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "h", "MASTER_PORT": "²"}, ["h:²", "MASTER_PORT=²"]),
         ({"OMPI_COMM_WORLD_RANK": 1}, ["Open MPI: OMPI_COMM_WORLD_SIZE is missing"]),
         ({"PMI_SIZE": 2}, ["PMI_RANK is missing"]),
         ({"SLURM_NTASKS": 4}, ["SLURM_PROCID is missing; in an allocation, start ranks with srun"]),
@@ -358,13 +360,13 @@ def test_process_groups_and_sub_groups():
 
 def test_rank_0_waits_for_the_readers():
     store = dist.HashStore()
-    store.set("ep_a2a/1/1/1", "rank 1 is here, and has yet to read")
+    store.set("ep_a2a/1/0/1/1", "x\0rank 1 is here, and has yet to read")
     group = StoreGroup(0, 2, "test", lambda timeout_s: store)
     thread = threading.Thread(target=group.all_gather, args=(b"", "x", 20))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    store.add("ep_a2a/1/1/gone", 1)
+    store.add("ep_a2a/1/0/1/gone", 1)
     thread.join(5)
     assert not thread.is_alive()
 
