@@ -189,17 +189,8 @@ class A2A:
             start = channel.index * self.layout.channel_bytes + self.layout.abort_words_offset
             words = self._memory.region[start : start + 8 * self.num_ranks].view(torch.int64).tolist()
             for rank, word in enumerate(words):
-                if word:
-                    why = native.Status(
-                        failure=word & 15,
-                        reported_by=word >> 4 & 255,
-                        culprit=word >> 12 & 255,
-                        late_in=word >> 20 & 15,
-                        phase=word >> 20 & 15,
-                        epoch_wanted=word >> 24,
-                    )
-                    error = native.sticky_error(self.rank, why)
-                    return f"rank {rank} ended channel {channel.index} for ever: {one_line(error) if error else word}"
+                if error := native.sticky_error(self.rank, native.abort_status(word)):
+                    return f"rank {rank} ended channel {channel.index} for ever: {one_line(error)}"
         return None
 
     def _check_open(self) -> None:

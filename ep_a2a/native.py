@@ -389,6 +389,19 @@ def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | 
     )
 
 
+def abort_status(word: int) -> Status:
+    """What an abort word says (its bits: cuda/sync.cuh), as the record of a rank that was told."""
+    late_in = word >> 20 & 0xF
+    return Status(
+        failure=word & 0xF,
+        phase=late_in,
+        culprit=word >> 12 & 0xFF,
+        late_in=late_in,
+        reported_by=word >> 4 & 0xFF,
+        epoch_wanted=word >> 24,
+    )
+
+
 def _phase(number: int) -> str:
     return _PHASE.get(number, f"phase {number}")
 
