@@ -133,8 +133,8 @@ class A2A:
     def check(self) -> None:
         """Raise what went wrong so far on the device. Local; no synchronisation, under a microsecond.
 
-        Raises PeerTimeout, ChannelMisuse, RoundMismatch (for ever); InvalidRouting, InvalidCount, CapacityExceeded
-        (once); ClosedError.
+        Raises PeerTimeout, PeerLeft, ChannelMisuse, RoundMismatch (for ever); InvalidRouting, InvalidCount,
+        CapacityExceeded (once); ClosedError.
         """
         self._check_alive()
         for channel in self._channels:
@@ -316,7 +316,7 @@ def dispatch(
     extra         uint8 [T, bytes] for each of `config.extra_planes`
     Returns       (Received, Handle); pass the handle to `combine` or `release`
     Raises        TypeError, ValueError, RoundError: before anything was sent; InvalidRouting, InvalidCount: about an
-                  earlier round, before anything was sent; PeerTimeout, ChannelMisuse: for ever
+                  earlier round, before anything was sent; PeerTimeout, PeerLeft, ChannelMisuse: for ever
     Moves         `config.bytes(R).row_bytes` to each distinct rank of a token
     """
     return dispatch_begin(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel).wait()
@@ -407,7 +407,7 @@ def combine(
     out      [T, H] in the combine dtype, bf16 where that is encoded, contiguous, on a multiple of 16 bytes; None = from
              torch's allocator
     Returns  [T, H]; rows past `num_tokens` and tokens that went nowhere are zero; NaN after an abort
-    Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout,
+    Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout, PeerLeft,
              ChannelMisuse, RoundMismatch: for ever
     """
     return combine_begin(a2a, handle, rows, order, out).wait()
@@ -422,7 +422,8 @@ def release_begin(a2a: A2A, handle: Handle) -> PendingRelease:
 def release(a2a: A2A, handle: Handle) -> None:
     """End a round without results. Collective: all ranks release it, or all combine it.
 
-    Runs on the current stream. Raises RoundError (nothing was sent), PeerTimeout, ChannelMisuse, RoundMismatch.
+    Runs on the current stream. Raises RoundError (nothing was sent), PeerTimeout, PeerLeft, ChannelMisuse,
+    RoundMismatch.
     """
     release_begin(a2a, handle).wait()
 

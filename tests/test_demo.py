@@ -34,6 +34,15 @@ def test_demo_shows_a_layer(launcher):
         assert text in shown.stdout
 
 
+@pytest.mark.slow
+def test_the_whole_demo_as_the_script_starts_it():
+    shown = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "ep_a2a",
+                 "demo"])  # fmt: skip
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert "Nemotron-like" in shown.stdout and "DeepSeek-like" in shown.stdout
+    assert "within the bound" in shown.stdout
+
+
 def test_one_rank_without_a_launcher():
     assert run([sys.executable, "-m", "ep_a2a", "demo", *SMALL]).returncode == 0
 

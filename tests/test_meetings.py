@@ -68,6 +68,24 @@ def connect_and_close(group, fails=False, **fields):
             raise KeyError("as planned", a2a.rank)
 
 
+# ---- what ranks bring --------------------------------------------------------------------------------------------
+
+
+def _bring_much(group):
+    """Of each rank another length; a torch store takes no message of more than 8 MiB."""
+    ranks = world.resolve(group)
+    lengths = [0, 9 << 20, 4 << 20, (4 << 20) + 1]
+    for _ in range(2):
+        found = ranks.all_gather(bytes([ranks.rank]) * lengths[ranks.rank], "much", PATIENCE_S)
+        assert [len(one) for one in found] == lengths[: ranks.size]
+        assert all(set(one) <= {rank} for rank, one in enumerate(found))
+
+
+@EVERYWHERE
+def test_ranks_bring_more_than_a_message_holds(kind):
+    run(kind, 4, _bring_much)
+
+
 # ---- one rank closes alone ---------------------------------------------------------------------------------------
 
 

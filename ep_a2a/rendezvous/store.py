@@ -18,6 +18,7 @@ from ep_a2a.rendezvous import Board, BoardGroup, Deadline, Group, one_line
 
 _LINGER_AFTER_FAILURE_S = 1.0  # ranks that came a little later still learn who is missing
 _LINGER_S = 10.0
+_PIECE_BYTES = 1 << 22  # of what a rank brings, in one message: a TCPStore breaks off above 8 MiB
 _SILENCE_S = 1.0  # how long after the deadline one answer of a store is waited for
 _tcp_stores: dict[tuple[str, int], Store] = {}  # for the process's life: rank 0's holds the server
 _tcp_stores_lock = threading.Lock()
@@ -60,6 +61,7 @@ class _StoreBoard(Board):
         self._open_store = open_store  # given seconds
         self._store: Store | None = None
         self._here = threading.local()
+        self._num_pieces: dict[str, int] = {}  # of what was seen and not deleted yet, by key
 
     def run(self, rank: int, what: str, deadline: Deadline, work: Callable[[], Any]) -> Any:
         call = _Call()
@@ -122,14 +124,19 @@ class _StoreBoard(Board):
             latest = int(self._ask("compare_set", "latest", str(latest), str(number)))
 
     def post(self, number: int, step: int, what: str, value: Any) -> None:
-        self._ask("set", f"{number}/{step}/{self._rank}", what.encode() + b"\0" + value)
+        key = f"{number}/{step}/{self._rank}"
+        pieces = [value[i : i + _PIECE_BYTES] for i in range(0, len(value), _PIECE_BYTES)]
+        for i, piece in enumerate(pieces):
+            self._ask("set", f"{key}/{i}", piece)
+        self._ask("set", key, f"{len(pieces)} {what}")  # last: who sees it finds the pieces
 
     def look(self, number: int, step: int, peer: int) -> tuple[str, Any] | None:
         key = f"{number}/{step}/{peer}"
         if not self._ask("check", [key]):  # never a blocking wait: it would lock out the store's other users
             return None
-        what, _, value = self._ask("get", key).partition(b"\0")
-        return what.decode(), value
+        num_pieces, _, what = self._ask("get", key).decode().partition(" ")
+        self._num_pieces[key] = int(num_pieces)
+        return what, b"".join(self._ask("get", f"{key}/{i}") for i in range(int(num_pieces)))
 
     def leave(self, number: int, why: str) -> None:
         if why:
@@ -153,8 +160,9 @@ class _StoreBoard(Board):
         linger = Deadline(_LINGER_S if complete else _LINGER_AFTER_FAILURE_S)
         while self._rank == 0 and num_gone < num_here and linger.nap():
             num_gone = self._ask("add", gone, 0)
+        pieces = [f"{key}/{i}" for key in keys for i in range(self._num_pieces.pop(key, 0))]
         if self._rank == 0 and num_gone >= self._size:
-            for key in [*keys, gone]:
+            for key in [*keys, *pieces, gone]:
                 self._ask("delete_key", key)
 
 
