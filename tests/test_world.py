@@ -360,18 +360,23 @@ def test_process_groups_and_sub_groups():
 
 def test_rank_0_waits_for_the_readers():
     store = dist.HashStore()
-    store.set("ep_a2a/1/0/1/1", "x\0rank 1 is here, and has yet to read")
+    store.set("ep_a2a/1/0/1/1/0", "rank 1 is here, and has yet to read")
+    store.set("ep_a2a/1/0/1/1", "1 x")
     group = StoreGroup(0, 2, "test", lambda timeout_s: store)
-    thread = threading.Thread(target=group.all_gather, args=(b"", "x", 20))
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(group.all_gather(b"", "x", 20)))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
     store.add("ep_a2a/1/0/1/gone", 1)
     thread.join(5)
     assert not thread.is_alive()
+    assert found == [b"", b"rank 1 is here, and has yet to read"]
 
 
-def test_a_store_does_not_grow():
+@pytest.mark.parametrize("piece_bytes", [40, 1000])
+def test_a_store_does_not_grow(piece_bytes, monkeypatch):
+    monkeypatch.setattr("ep_a2a.rendezvous.store._PIECE_BYTES", piece_bytes)
     store = dist.HashStore()
     groups = [StoreGroup(rank, 3, "test", lambda timeout_s: store) for rank in range(3)]
 
