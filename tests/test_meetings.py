@@ -280,18 +280,19 @@ def test_a_store_that_is_stopped_is_a_timeout():
 
 def test_an_interrupted_run_is_cut_off():
     ranks = world.local(2)
-    met, old, ended = threading.Event(), [], threading.Barrier(3)
+    met, old, ended = [threading.Event(), threading.Event()], [], threading.Barrier(3)
 
     def first(rank):
         rank.barrier("all are here", PATIENCE_S)
-        met.set()
+        met[rank.rank].set()
         time.sleep(1.0)
         old.append(error_of(rank.barrier, "late", PATIENCE_S))
         old.append(error_of(connect_and_close, rank))
         ended.wait(PATIENCE_S)
 
     def interrupt():
-        met.wait(PATIENCE_S)
+        for event in met:  # a rank that had yet to leave the barrier would be cut off there
+            event.wait(PATIENCE_S)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
