@@ -164,7 +164,7 @@ constexpr Entry kEntries[] = {
 };
 
 struct Text {
-  char characters[8192];
+  char characters[16384];
   size_t length = 0;
   void append(char c) {
     if (length + 1 < sizeof characters) characters[length++] = c;
@@ -200,4 +200,14 @@ const char* ep_a2a_error_text(int error) {
 #else
   return error == 0 ? "no error" : "a host launch cannot fail";
 #endif
+}
+
+int ep_a2a_load() {
+#if defined(__CUDACC__)
+  for (const KernelNode* node = KernelNode::first; node; node = node->next) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, node->kernel)) return static_cast<int>(error);
+  }
+#endif
+  return 0;
 }

@@ -215,6 +215,7 @@ EP_A2A_API int ep_a2a_route(const RouteParams* params, void* stream);
 EP_A2A_API int ep_a2a_route_ids(const RouteParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
+EP_A2A_API int ep_a2a_load();  // every kernel onto the current GPU, so that no later launch has to wait for that
 EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"
 EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 

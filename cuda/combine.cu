@@ -199,12 +199,17 @@ __global__ void outbox_order_kernel(const __grid_constant__ OrderParams p) {
   }
 }
 
+template <auto kKernel, class Params>
+int launch_over(const Params& p, void* stream) {
+  return launch<kKernel>(p.num_ctas, p.num_threads, 0, stream, p);
+}
+
 template <Number kRows>
 int launch_order(const OrderParams& p, void* stream) {
   switch (p.to_number) {
-    case kBf16: return launch(outbox_order_kernel<kRows, kBf16>, p.num_ctas, p.num_threads, 0, stream, p);
-    case kFp16: return launch(outbox_order_kernel<kRows, kFp16>, p.num_ctas, p.num_threads, 0, stream, p);
-    default: return launch(outbox_order_kernel<kRows, kFp32>, p.num_ctas, p.num_threads, 0, stream, p);
+    case kBf16: return launch_over<outbox_order_kernel<kRows, kBf16>>(p, stream);
+    case kFp16: return launch_over<outbox_order_kernel<kRows, kFp16>>(p, stream);
+    default: return launch_over<outbox_order_kernel<kRows, kFp32>>(p, stream);
   }
 }
 
@@ -239,11 +244,11 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
 }  // namespace
 
 int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
-  if (p->coding == kPlain) return launch(outbox_stage_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+  if (p->coding == kPlain) return launch_over<outbox_stage_kernel>(*p, stream);
   return with_number(p->number, [&](auto number) {
     constexpr Number kNumber = decltype(number)::value;
-    const auto kernel = p->coding == kNvfp4 ? outbox_encode_kernel<Nvfp4, kNumber> : outbox_encode_kernel<Fp8, kNumber>;
-    return launch(kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+    if (p->coding == kNvfp4) return launch_over<outbox_encode_kernel<Nvfp4, kNumber>>(*p, stream);
+    return launch_over<outbox_encode_kernel<Fp8, kNumber>>(*p, stream);
   });
 }
 
@@ -255,18 +260,17 @@ int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
   }
 }
 
-int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch(end_signal_kernel, 1, kLanes, 0, stream, *p); }
+int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch<end_signal_kernel>(1, kLanes, 0, stream, *p); }
 
-int ep_a2a_leave(const WaitParams* p, void* stream) { return launch(leave_kernel, 1, kLanes, 0, stream, *p); }
+int ep_a2a_leave(const WaitParams* p, void* stream) { return launch<leave_kernel>(1, kLanes, 0, stream, *p); }
 
-int ep_a2a_wait(const WaitParams* p, void* stream) { return launch(wait_kernel, 1, kLanes, 0, stream, *p); }
+int ep_a2a_wait(const WaitParams* p, void* stream) { return launch<wait_kernel>(1, kLanes, 0, stream, *p); }
 
 int ep_a2a_combine_pull(const OutboxParams* p, void* stream) {
-  const auto pull = [&](auto kernel) { return launch(kernel, p->num_ctas, p->num_threads, 0, stream, *p); };
-  if (p->coding == kNvfp4) return pull(combine_pull_kernel<EncodedRow<Nvfp4>, kBf16>);
-  if (p->coding == kFp8) return pull(combine_pull_kernel<EncodedRow<Fp8>, kBf16>);
+  if (p->coding == kNvfp4) return launch_over<combine_pull_kernel<EncodedRow<Nvfp4>, kBf16>>(*p, stream);
+  if (p->coding == kFp8) return launch_over<combine_pull_kernel<EncodedRow<Fp8>, kBf16>>(*p, stream);
   return with_number(p->number, [&](auto number) {
     constexpr Number kNumber = decltype(number)::value;
-    return pull(combine_pull_kernel<PlainRow<kNumber>, kNumber>);
+    return launch_over<combine_pull_kernel<PlainRow<kNumber>, kNumber>>(*p, stream);
   });
 }

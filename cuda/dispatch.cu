@@ -155,6 +155,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
 }  // namespace
 
 int ep_a2a_dispatch_send(const DispatchParams* p, void* stream) {
-  return launch(p->phased ? dispatch_send_kernel<true> : dispatch_send_kernel<false>, p->num_ctas, p->num_threads, 0,
-                stream, *p);
+  const auto send = p->phased ? launch<dispatch_send_kernel<true>, DispatchParams>
+                              : launch<dispatch_send_kernel<false>, DispatchParams>;
+  return send(p->num_ctas, p->num_threads, 0, stream, *p);
 }

@@ -81,11 +81,23 @@ __device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, 
 __device__ __forceinline__ float add_rn(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 
-// Launches kernel<<<ctas, threads, shared_bytes, stream>>>(params); 0 or the error of the launch.
-template <class Params>
-int launch(void (*kernel)(Params), unsigned ctas, unsigned threads, size_t shared_bytes, void* stream,
-           const Params& params) {
-  kernel<<<ctas, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
+// The kernels of this library, a list that grows while it is loaded: `launch` is the only way to start one.
+struct KernelNode {
+  const void* kernel;
+  const KernelNode* next;
+  static inline const KernelNode* first = nullptr;
+  explicit KernelNode(const void* k) : kernel(k), next(first) { first = this; }
+};
+template <auto kKernel>
+struct Listed {
+  static inline const KernelNode node{reinterpret_cast<const void*>(kKernel)};
+};
+
+// Launches kKernel<<<ctas, threads, shared_bytes, stream>>>(params); 0 or the error of the launch.
+template <auto kKernel, class Params>
+int launch(unsigned ctas, unsigned threads, size_t shared_bytes, void* stream, const Params& params) {
+  (void)&Listed<kKernel>::node;
+  kKernel<<<ctas, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
   return static_cast<int>(cudaGetLastError());
 }
 
@@ -146,10 +158,9 @@ inline float mul_rn(float a, float b) { return a * b; }
 inline float add_rn(float a, float b) { return a + b; }
 inline float div_rn(float a, float b) { return a / b; }
 
-template <class Params>
-int launch(void (*kernel)(Params), unsigned ctas, unsigned threads, size_t shared_bytes, void*,
-           const std::type_identity_t<Params>& params) {
-  simt::launch(kernel, dim3(ctas), dim3(threads), shared_bytes, params);
+template <auto kKernel, class Params>
+int launch(unsigned ctas, unsigned threads, size_t shared_bytes, void*, const Params& params) {
+  simt::launch<Params>(kKernel, dim3(ctas), dim3(threads), shared_bytes, params);
   return 0;
 }
 

@@ -86,12 +86,12 @@ int with_codec(uint32_t coding, F f) {
   }
 }
 
-template <class Kernel>
-int launch_rows(Kernel kernel, const QuantParams& p, void* stream) {
+template <auto kKernel>
+int launch_rows(const QuantParams& p, void* stream) {
   constexpr unsigned kMaxCtas = 1056;
   const unsigned wanted = (p.num_rows + kWarpsPerCta - 1) / kWarpsPerCta;
   if (wanted == 0) return 0;
-  return launch(kernel, wanted < kMaxCtas ? wanted : kMaxCtas, kWarpsPerCta * kLanes, 0, stream, p);
+  return launch<kKernel>(wanted < kMaxCtas ? wanted : kMaxCtas, kWarpsPerCta * kLanes, 0, stream, p);
 }
 
 }  // namespace
@@ -99,7 +99,7 @@ int launch_rows(Kernel kernel, const QuantParams& p, void* stream) {
 int ep_a2a_quant_encode(const QuantParams* p, void* stream) {
   return with_codec(p->coding, [&](auto codec) {
     return with_number(p->number, [&](auto number) {
-      return launch_rows(encode_kernel<decltype(codec), decltype(number)::value>, *p, stream);
+      return launch_rows<encode_kernel<decltype(codec), decltype(number)::value>>(*p, stream);
     });
   });
 }
@@ -107,7 +107,7 @@ int ep_a2a_quant_encode(const QuantParams* p, void* stream) {
 int ep_a2a_quant_decode(const QuantParams* p, void* stream) {
   return with_codec(p->coding, [&](auto codec) {
     return with_number(p->number, [&](auto number) {
-      return launch_rows(decode_kernel<decltype(codec), decltype(number)::value>, *p, stream);
+      return launch_rows<decode_kernel<decltype(codec), decltype(number)::value>>(*p, stream);
     });
   });
 }

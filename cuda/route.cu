@@ -239,13 +239,13 @@ __global__ void route_ids_kernel(const __grid_constant__ RouteParams p) {
 
 int ep_a2a_route(const RouteParams* p, void* stream) {
   const size_t shared_bytes = sizeof(uint32_t) * (p->num_experts + 1);
-  int error = launch(route_count_kernel, p->num_segments, kLanes, shared_bytes, stream, *p);
-  if (!error) error = launch(route_scan_kernel, p->num_experts ? p->num_experts : 1, kLanes, 0, stream, *p);
+  int error = launch<route_count_kernel>(p->num_segments, kLanes, shared_bytes, stream, *p);
+  if (!error) error = launch<route_scan_kernel>(p->num_experts ? p->num_experts : 1, kLanes, 0, stream, *p);
   if (error || !p->expert_offsets) return error;
-  error = launch(route_scatter_kernel, p->num_segments, kLanes, shared_bytes, stream, *p);
-  return error ? error : launch(route_gather_kernel, p->num_ctas, p->num_threads, 0, stream, *p);
+  error = launch<route_scatter_kernel>(p->num_segments, kLanes, shared_bytes, stream, *p);
+  return error ? error : launch<route_gather_kernel>(p->num_ctas, p->num_threads, 0, stream, *p);
 }
 
 int ep_a2a_route_ids(const RouteParams* p, void* stream) {
-  return launch(route_ids_kernel, p->num_segments, kLanes, 0, stream, *p);
+  return launch<route_ids_kernel>(p->num_segments, kLanes, 0, stream, *p);
 }

@@ -328,6 +328,10 @@ class Library:
         lines = self._dll.ep_a2a_abi().decode().splitlines()
         return {name: int(value) for name, value in (line.split(" ") for line in lines)}
 
+    def load_kernels(self) -> None:
+        """Load every kernel onto the current GPU; a launch that did so could wait for kernels that wait for it."""
+        self._check("ep_a2a_load", self._dll.ep_a2a_load())
+
     def set_delays(self, seed: int, permille: int, max_us: int) -> None:
         """Host library: delay `permille` of all flag accesses by up to `max_us`; 0 turns it off. For tests."""
         self._dll.ep_a2a_host_delays(c_uint64(seed), c_uint32(permille), c_uint32(max_us))
@@ -339,11 +343,14 @@ class Library:
         reference = ctypes.byref
 
         def call(params: ctypes.Structure, stream: int) -> None:
-            error = entry(reference(params), stream)
-            if error:
-                raise EpError(f"{name}: {self._dll.ep_a2a_error_text(error).decode()} (error {error})")
+            if error := entry(reference(params), stream):
+                self._check(name, error)
 
         return call
+
+    def _check(self, name: str, error: int) -> None:
+        if error:
+            raise EpError(f"{name}: {self._dll.ep_a2a_error_text(error).decode()} (error {error})")
 
     def _check_abi(self) -> None:
         compiled, mirrored = self.abi(), mirrored_abi()

@@ -265,7 +265,7 @@ bool Seat::receives_nothing() const {
 }
 #endif
 
-void Seat::poison_outbox() { launch(poison_outbox_kernel, 1, kThreads, 0, nullptr, SeatParams{this}); }
+void Seat::poison_outbox() { launch<poison_outbox_kernel>(1, kThreads, 0, nullptr, SeatParams{this}); }
 
 void Seat::send() {
   const uint64_t h = script.draw('s', rank, round);
@@ -320,9 +320,9 @@ void Seat::dispatch(uint32_t next_round) {
   const uint64_t h = script.draw('k', rank, round);
   send();
 #if defined(EP_A2A_FAULT_partial_waits)
-  if (receives_nothing()) return launch(no_rows_kernel, 1, kThreads, 0, nullptr, SeatParams{this}), void();
+  if (receives_nothing()) return launch<no_rows_kernel>(1, kThreads, 0, nullptr, SeatParams{this}), void();
 #endif
-  if (!is_dead && h % 2) launch(early_reader_kernel, 2, kThreads, 0, nullptr, SeatParams{this});
+  if (!is_dead && h % 2) launch<early_reader_kernel>(2, kThreads, 0, nullptr, SeatParams{this});
   wait(kPhaseDispatch);
 #if !defined(EP_A2A_FAULT_early_poison)
   if (!is_dead) poison_outbox();
@@ -350,7 +350,7 @@ void Seat::finish() {
   const uint64_t h = script.draw('w', rank, round);
   const Phase phase = script.releases(round) ? kPhaseRelease : kPhaseCombine;
   direct = h % 3 != 0;
-  launch(experts_kernel, 1 + h / 4 % 3, kThreads, 0, nullptr, SeatParams{this});
+  launch<experts_kernel>(1 + h / 4 % 3, kThreads, 0, nullptr, SeatParams{this});
   if (!direct) {
     OutboxParams params{};
     params.struct_bytes = sizeof params;
@@ -367,7 +367,7 @@ void Seat::finish() {
   const WaitParams signal{sizeof signal, phase, channel};
   ep_a2a_end_signal(&signal, nullptr);
 #if defined(EP_A2A_FAULT_partial_waits)
-  launch(wait_for_holders_kernel, 1, kThreads, 0, nullptr, SeatParams{this});
+  launch<wait_for_holders_kernel>(1, kThreads, 0, nullptr, SeatParams{this});
 #else
   wait(phase);
 #endif
