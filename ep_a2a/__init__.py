@@ -29,7 +29,9 @@ from ep_a2a.api import (
     PendingCombine,
     PendingDispatch,
     PendingRelease,
+    Ranks,
     Received,
+    Watch,
     combine,
     combine_begin,
     connect,
@@ -37,8 +39,10 @@ from ep_a2a.api import (
     dispatch_begin,
     release,
     release_begin,
+    reserve,
 )
 from ep_a2a.config import Config, Sizes
+from ep_a2a.device import set_device
 from ep_a2a.errors import (
     CapacityExceeded,
     ChannelMisuse,
@@ -56,7 +60,8 @@ from ep_a2a.errors import (
     SymmetricMemoryError,
 )
 from ep_a2a.layout import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, Format, phased_split
-from ep_a2a.world import LocalRank, LocalWorld, local
+from ep_a2a.lockstep import LockstepWorld, local
+from ep_a2a.world import LocalRank, LocalWorld
 
 __version__ = "0.1.0"
 
@@ -81,6 +86,7 @@ __all__ = [
     "InvalidRouting",
     "LocalRank",
     "LocalWorld",
+    "LockstepWorld",
     "Order",
     "Pairs",
     "PeerLeft",
@@ -88,6 +94,7 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "PendingRelease",
+    "Ranks",
     "Received",
     "RendezvousTimeout",
     "RoundError",
@@ -95,6 +102,7 @@ __all__ = [
     "Sizes",
     "StickyError",
     "SymmetricMemoryError",
+    "Watch",
     "combine",
     "combine_begin",
     "connect",
@@ -104,4 +112,6 @@ __all__ = [
     "phased_split",
     "release",
     "release_begin",
+    "reserve",
+    "set_device",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,7 @@ from ep_a2a.quant import encode
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The tensor that fills a plane, and the fp32 word behind each of its rows."""
 
     rows: torch.Tensor
@@ -24,12 +24,28 @@ class Source:
 
 
 def check_tensor(
-    name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], device: torch.device
+    name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: tuple[int | str, ...], device: torch.device
 ) -> torch.Tensor:
     """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`, whose letters fit any size.
 
     Raises TypeError (not a tensor, dtype) or ValueError (shape, device, contiguity).
     """
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    ):
+        return tensor  # at once, as this comes before every launch
+    return _check_in_words(name, tensor, dtypes, shape, device)
+
+
+def _check_in_words(
+    name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: tuple[int | str, ...], device: torch.device
+) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -91,12 +107,17 @@ class DispatchInputs:
         params.topk_ids = self.topk_ids.data_ptr()
         params.num_tokens = None if self.num_tokens is None else self.num_tokens.data_ptr()
         for plane, source, slot in zip(layout.planes, self.sources, params.sources):
-            address = source.rows.data_ptr()
-            slot.rows = address
-            slot.num_bytes = plane.source_bytes
+            slot.rows = address = source.rows.data_ptr()
             slot.align_bytes = alignment(address | plane.source_bytes)
-            slot.tail = None if source.tail is None else source.tail.data_ptr()
-            slot.tail_stride = 0 if source.tail is None or source.tail.dim() == 0 else 1
+            if source.tail is not None:
+                slot.tail = source.tail.data_ptr()
+                slot.tail_stride = int(source.tail.dim() > 0)
+
+
+@cache
+def unit_scale(device: torch.device) -> torch.Tensor:
+    """The global scale of rows that come without one. Local; made when a channel is, never in a graph's memory."""
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -132,7 +153,7 @@ def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) ->
         columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), (num_rows, width), device))
     if not payload.row_scale:
         return tuple(columns), None
-    given = x[2] if len(x) == 3 else torch.ones((), dtype=torch.float32, device=device)
+    given = x[2] if len(x) == 3 else unit_scale(device)
     if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dim() == 1 and num_rows != 1:
         given = given[0]
     shape = () if isinstance(given, torch.Tensor) and given.dim() == 0 else (num_rows,)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a import device as _device
 from ep_a2a import layout as _layout
 from ep_a2a import native
+from ep_a2a.arguments import DispatchInputs, unit_scale
 from ep_a2a.errors import EpError, RoundError, StickyError
-from ep_a2a.quant import stream_of
 from ep_a2a.received import Handle, outbox_view, received_views
 
 if TYPE_CHECKING:
     from ep_a2a.api import A2A
-    from ep_a2a.arguments import DispatchInputs
     from ep_a2a.route import Order
     from ep_a2a.symm import SymmetricMemory
 
@@ -50,8 +50,11 @@ class Channel:
         addresses = [base + start for base in memory.peer_bases]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=a2a.device)
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=a2a.device)
-        self._status = native.Status()
-        self._inputs_seen = (native.InputRecord * native.NUM_BAD_INPUTS)()
+        self._kind = memory.kind
+        self._turn = _device.turn(a2a.device)
+        unit_scale(a2a.device)
+        self._records = _device.host_memory(native.HOST_RECORD_BYTES, a2a.device)
+        self._status, self._inputs_seen = native.host_records(self._records.data_ptr())
         self.received = received_views(a2a, index, layout, config.payload, config.hidden, region, self._state)
         self.outbox = None if config.combine.is_encoded else outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
@@ -99,6 +102,8 @@ class Channel:
         )
         for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
             slot.offset, slot.row_bytes = offset, plane.row_bytes
+        for plane, source in zip(layout.planes, self._dispatch.sources):
+            source.num_bytes = plane.source_bytes
         self._wait = {
             phase: params(native.WaitParams, phase=phase)
             for phase in (native.PHASE_DISPATCH, native.PHASE_COMBINE, native.PHASE_RELEASE)
@@ -189,10 +194,14 @@ class Channel:
     # ---- the launches of a round ----
 
     def _num_ctas(self, num_items: int) -> int:
-        return _layout.num_ctas(self._a2a._kind, num_items, self._a2a.config.num_sms)
+        return _layout.num_ctas(self._kind, num_items, self._a2a.config.num_sms)
 
     def _stream(self) -> int:
-        return stream_of(self._state)
+        return self._turn.take()
+
+    def mark(self) -> None:
+        """End an operation here, where the next one may come on another stream."""
+        self._turn.mark()
 
     def send(self, inputs: DispatchInputs) -> Handle:
         """Send the rows of a new round."""

@@ -293,7 +293,8 @@ def library_path(kind: str) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    how = "bash launch/demo.sh builds it in a checkout" if kind == "host" else "it needs nvcc, see README.md"
+    needs = "" if kind == "host" else ", where it finds nvcc and a GPU (EP_A2A_CUDA=ON: nvcc alone)"
+    how = f"bash launch/demo.sh builds it in a checkout{needs}"
     raise EpError(f"{name} is in none of {', '.join(map(str, folders))}: {how}")
 
 
@@ -360,6 +361,11 @@ class Library:
             raise EpError(f"{self.path} was built from other sources than this package ({shown}): build it again")
 
 
+def library_kind(device: torch.device) -> str:
+    """Which library runs on a device: `cuda` or `host`."""
+    return "cuda" if device.type == "cuda" else "host"
+
+
 @cache
 def load(kind: str) -> Library:
     """The `host` or the `cuda` library, loaded once per process. Raises EpError where there is none that fits."""
@@ -394,6 +400,15 @@ def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | 
     return PeerTimeout(
         f"{me}: {who} at epoch {status.epoch_seen}, wanted {epoch}, after {status.waited_ns / 1e9:.1f} s"
     )
+
+
+HOST_RECORD_BYTES = ctypes.sizeof(Status) + NUM_BAD_INPUTS * ctypes.sizeof(InputRecord)
+
+
+def host_records(address: int) -> tuple[Status, ctypes.Array[InputRecord]]:
+    """A channel's status and its input records, in memory at `address` that starts as zeros."""
+    inputs = (InputRecord * NUM_BAD_INPUTS).from_address(address + ctypes.sizeof(Status))
+    return Status.from_address(address), inputs
 
 
 def abort_status(word: int) -> Status:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ep_a2a import native
+from ep_a2a.device import current_stream
 from ep_a2a.layout import Format
 
 __all__ = ["decode", "encode", "swizzle_scales", "unswizzle_scales"]
@@ -41,7 +42,7 @@ def encode(values: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None 
         raise ValueError(f"global_scale: {fmt} rows have none")
     params = _params(values, planes, fmt)
     params.given_scale = int(given)
-    native.load(_kind(values)).quant_encode(params, stream_of(values))
+    native.load(native.library_kind(values.device)).quant_encode(params, current_stream(values.device))
     return tuple(planes)
 
 
@@ -75,7 +76,9 @@ def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = tor
         return planes[0].to(dtype)
     planes = [plane.contiguous() for plane in planes]
     values = planes[0].new_empty((*outer, hidden), dtype=dtype)
-    native.load(_kind(values)).quant_decode(_params(values, planes, fmt), stream_of(values))
+    native.load(native.library_kind(values.device)).quant_decode(
+        _params(values, planes, fmt), current_stream(values.device)
+    )
     return values
 
 
@@ -112,15 +115,6 @@ def unswizzle_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tens
     order = tiles.view(torch.uint8).reshape(*wanted[:2], 32, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
     padded = order.reshape(wanted[0] * TILE_ROWS, wanted[1] * TILE_COLUMNS)
     return padded[:rows, :columns].contiguous().view(tiles.dtype)
-
-
-def stream_of(tensor: torch.Tensor) -> int:
-    """The current stream of a tensor's device, as the launchers take it; 0 on a CPU."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return "cuda" if tensor.is_cuda else "host"
 
 
 def _check_is_tensor(name: str, value: object) -> None:

@@ -1,6 +1,6 @@
 """Which ranks there are: from the launcher, a ProcessGroup, an mpi4py communicator, or as threads of one process.
 
-`resolve` turns whatever the caller has into a `Group`; `local` makes the ranks of one process.
+`resolve` turns whatever the caller has into a `Group`; `LocalWorld` has the ranks of one process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ep_a2a.errors import EpError, RendezvousTimeout
-from ep_a2a.layout import MAX_RANKS
 from ep_a2a.rendezvous import Board, BoardGroup, Deadline, Group, one_line
 from ep_a2a.rendezvous.mpi import of_communicator
 from ep_a2a.rendezvous.store import StoreGroup, of_process_group, tcp_store
 
-__all__ = ["Group", "LocalRank", "LocalWorld", "local", "resolve"]
+__all__ = ["Group", "LocalRank", "LocalWorld", "resolve"]
 
 # ---- ranks of one process ----------------------------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class _LocalBoard(Board):
 class LocalRank(BoardGroup):
     """One rank of a local world: a thread of this process."""
 
-    def __init__(self, meeting: _Meeting, rank: int, device: str) -> None:
+    def __init__(self, meeting: _Meeting, rank: int, device: str | None) -> None:
         super().__init__(rank, meeting.size, f"local world of {meeting.size}", _LocalBoard(meeting, rank))
         self.device = device
 
@@ -143,9 +142,9 @@ class LocalRank(BoardGroup):
 
 
 class LocalWorld:
-    """Ranks of one process; `ranks[r]` is the group that rank r passes to `connect`."""
+    """Ranks of one process; `ranks[r]` is the group that rank r passes to `connect`. None as device: not decided."""
 
-    def __init__(self, num_ranks: int, device: str) -> None:
+    def __init__(self, num_ranks: int, device: str | None) -> None:
         self._running = threading.Lock()
         self.device = device
         self._start_afresh(num_ranks)
@@ -188,6 +187,8 @@ class LocalWorld:
 
         def one(rank: LocalRank) -> None:
             try:
+                if self.device not in (None, "cpu"):
+                    torch.cuda.set_device(self.device)  # each thread has its own
                 results[rank.rank] = fn(rank, *args)
             except BaseException as error:  # SystemExit too: it is raised again in the caller's thread
                 errors.append((rank.rank, error))
@@ -225,20 +226,6 @@ def _raise_first(errors: list[tuple[int, BaseException]]) -> None:
         raise first
     finally:
         del first, errors
-
-
-def local(num_ranks: int, device: str = "cpu") -> LocalWorld:
-    """Make the ranks of a local world: `num_ranks` ranks as threads of this process.
-
-    Local. num_ranks is 1 to 128; device is "cpu". Raises ValueError and TypeError.
-    """
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
-        raise TypeError(f"num_ranks must be an int, not {type(num_ranks).__name__}")
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"num_ranks={num_ranks}: must be 1 to {MAX_RANKS}")
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"device={device!r}: the ranks of a local world run on 'cpu' so far")
-    return LocalWorld(num_ranks, device)
 
 
 # ---- which group -------------------------------------------------------------------------------------------------
@@ -303,7 +290,7 @@ def resolve(group: object | None) -> Group:
 def _from_environment(env: Mapping[str, str]) -> Group:
     launcher = next((one for one in _LAUNCHERS if one.rank in env or one.size in env), None)
     if launcher is None or (launcher is _SLURM and _SLURM.rank not in env and env[_SLURM.size] == "1"):
-        return local(1).ranks[0]  # the second: inside a Slurm allocation, but not started by srun
+        return LocalWorld(1, None).ranks[0]  # the second: inside a Slurm allocation, but not started by srun
     rank, size = _rank_and_size(launcher, env)
     has_address = "MASTER_ADDR" in env and "MASTER_PORT" in env
     if launcher in (_OPEN_MPI, _MPICH) and not has_address:

@@ -74,7 +74,7 @@ def test_a_library_missing_on_one_rank_is_an_error_on_all(monkeypatch):
 
     def run(rank):
         config = ep_a2a.Config(num_experts=4, top_k=1, hidden=32, max_tokens=4, first_timeout_s=20)
-        with pytest.raises(EpError, match=f"rank {rank.rank}, connect: rank 1 has no library: .* is nowhere"):
+        with pytest.raises(EpError, match=f"rank {rank.rank}, connect: rank 1 cannot run: .* is nowhere"):
             ep_a2a.connect(config, group=rank)
 
     monkeypatch.setattr(native, "load", fails_on_rank_1)

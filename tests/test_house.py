@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 500
 MAX_PYTHON_FUNCTION_LINES = 60
 MAX_CPP_FUNCTION_LINES = 120
-MAX_LIBRARY_LINES = 9000
+MAX_LIBRARY_LINES = 9000  # what runs on a GPU
+MAX_COMPANION_LINES = 2500  # the slow references, and the CPU's side of CUDA
 
 # A module may import from its own floor and from those below it. A name stands for all that is inside it.
 FLOORS = [
     ("config", "layout", "errors", "world", "rendezvous", "testing.nvfp4", "testing.formats"),
-    ("symm", "native", "quant"),
-    ("api", "arguments", "channel", "received", "route", "experts"),
+    ("device", "symm", "native", "quant"),
+    ("api", "a2a", "lockstep", "arguments", "channel", "received", "route", "experts"),
     ("moe", "ops", "testing"),
     ("adapters", "demo", "report", "doctor", "trace", "__main__", ""),  # "" is `ep_a2a` itself
 ]
@@ -41,7 +42,10 @@ def project_files() -> list[Path]:
 
 
 FILES = project_files()
-LIBRARY = [p for p in FILES if p.relative_to(ROOT).parts[0] in ("ep_a2a", "cuda")]
+COMPANIONS = [
+    p for p in FILES if p.relative_to(ROOT).match("ep_a2a/testing/*") or p.relative_to(ROOT).match("cuda/simt_*")
+]
+LIBRARY = [p for p in FILES if p.relative_to(ROOT).parts[0] in ("ep_a2a", "cuda") and p not in COMPANIONS]
 SOURCES = [p for p in FILES if p.suffix in (".py", ".cu", ".cuh", ".h", ".cpp", ".sh", ".cmake")]
 PYTHON = [p for p in FILES if p.suffix == ".py"]
 CPP = [p for p in FILES if p.suffix in (".cu", ".cuh", ".h", ".cpp")]
@@ -72,10 +76,11 @@ def test_files_are_short() -> None:
     expect_none(long, f"more than {MAX_FILE_LINES} lines")
 
 
-def test_library_is_small() -> None:
-    total = sum(num_lines(p) for p in LIBRARY)
-    print(f"ep_a2a and cuda: {total} lines of {MAX_LIBRARY_LINES}")
-    assert total <= MAX_LIBRARY_LINES
+@pytest.mark.parametrize(("files", "most"), [(LIBRARY, MAX_LIBRARY_LINES), (COMPANIONS, MAX_COMPANION_LINES)])
+def test_library_is_small(files: list[Path], most: int) -> None:
+    total = sum(num_lines(p) for p in files)
+    print(f"{total} lines of {most}")
+    assert 0 < total <= most
 
 
 def test_python_functions_are_short() -> None:
@@ -260,7 +265,8 @@ def test_public_names_have_docstrings() -> None:
                 continue
             # abi.h describes the structs that native.py mirrors
             mirror = isinstance(node, ast.ClassDef) and any("Structure" in ast.unparse(base) for base in node.bases)
-            if not mirror and not ast.get_docstring(node):
+            overload = any(ast.unparse(one) == "overload" for one in node.decorator_list)
+            if not mirror and not overload and not ast.get_docstring(node):
                 bare.append(f"{show(path, node.lineno)} {node.name}")
     expect_none(bare, "no docstring")
 

@@ -50,7 +50,7 @@ def test_close_gives_the_memory_back_at_once():
 
     def run(rank):
         a2a = ep_a2a.connect(CONFIG, group=rank)
-        views.append(a2a._memory._tensors[rank.rank].untyped_storage()._weak_ref())
+        views.append(a2a._memory._regions[rank.rank].untyped_storage()._weak_ref())
         a2a.close()
         return a2a  # still referenced, and no garbage collection
 

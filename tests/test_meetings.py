@@ -25,7 +25,7 @@ BOARDS = pytest.mark.parametrize("kind", ["local", "hash"])
 def run(kind, num_ranks, body, *args):
     """Run `body(group, *args)` as threads or as processes: the results by rank."""
     if kind == "local":
-        return world.local(num_ranks).run(body, *args)
+        return ep_a2a.local(num_ranks).run(body, *args)
     return spawn.run(_worker, num_ranks, body.__name__, kind, *args, launcher=kind)
 
 
@@ -37,10 +37,10 @@ def _worker(name, kind, *args):
 def run_groups(kind, num_ranks, body):
     """Run `body(group)` in threads that meet in memory: of a local world, or at a store."""
     if kind == "local":
-        return world.local(num_ranks).run(body)
+        return ep_a2a.local(num_ranks).run(body)
     store = dist.HashStore()
     groups = [StoreGroup(rank, num_ranks, "test", lambda timeout_s: store) for rank in range(num_ranks)]
-    return world.local(num_ranks).run(lambda rank: body(groups[rank.rank]))
+    return ep_a2a.local(num_ranks).run(lambda rank: body(groups[rank.rank]))
 
 
 def config(**fields):
@@ -279,7 +279,7 @@ def test_a_store_that_is_stopped_is_a_timeout():
 
 
 def test_an_interrupted_run_is_cut_off():
-    ranks = world.local(2)
+    ranks = ep_a2a.local(2)
     met, old, ended = [threading.Event(), threading.Event()], [], threading.Barrier(3)
 
     def first(rank):
@@ -312,7 +312,7 @@ def test_an_interrupted_run_is_cut_off():
 
 
 def test_an_interrupted_run_ends_the_wait_of_its_ranks():
-    ranks, found, ended = world.local(2), [], threading.Event()
+    ranks, found, ended = ep_a2a.local(2), [], threading.Event()
 
     def body(rank):
         if rank.rank == 0:
@@ -332,7 +332,7 @@ def test_an_interrupted_run_ends_the_wait_of_its_ranks():
 
 
 def test_a_thread_that_does_not_start(monkeypatch):
-    ranks, start = world.local(3), threading.Thread.start
+    ranks, start = ep_a2a.local(3), threading.Thread.start
 
     def fail(thread):
         if thread.name == "rank 2":

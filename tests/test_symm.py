@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ep_a2a
 from ep_a2a import symm, world
 from ep_a2a.errors import ClosedError, RendezvousTimeout, SymmetricMemoryError
 from ep_a2a.symm import posix
@@ -54,7 +55,7 @@ def _exchange(group, num_bytes):
 
 
 def test_local_all_reach_all():
-    world.local(5).run(lambda rank: _exchange(rank, 12345).close())
+    ep_a2a.local(5).run(lambda rank: _exchange(rank, 12345).close())
 
 
 def test_local_64_ranks_of_4_gigabytes_cost_nothing():
@@ -69,12 +70,12 @@ def test_local_64_ranks_of_4_gigabytes_cost_nothing():
         rank.barrier("all have written", 20)
         return resident(), memory.close()
 
-    for during, _ in world.local(64).run(work):
+    for during, _ in ep_a2a.local(64).run(work):
         assert during - before < 200 << 20
 
 
 def test_local_region_lives_until_the_last_rank_has_closed():
-    ranks = world.local(3)
+    ranks = ep_a2a.local(3)
     memories = ranks.run(lambda rank: symm.allocate(rank, PAGE, 10))
     bases = memories[0].peer_bases
     memories[0].close()
@@ -90,7 +91,7 @@ def test_local_region_lives_until_the_last_rank_has_closed():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_local_views_keep_their_memory(keep):
-    ranks = world.local(2)
+    ranks = ep_a2a.local(2)
     memories = ranks.run(lambda rank: symm.allocate(rank, 2 * PAGE, 10))
     view, base, other = memories[0].region[PAGE:].view(2, -1)[1], memories[0].base, memories[1].base
     for memory in memories:
@@ -110,19 +111,19 @@ def test_local_failure_is_an_error_on_every_rank():
             symm.allocate(rank, num_bytes[rank.rank], 10)
         return str(info.value)
 
-    for text in world.local(3).run(work, (PAGE, 1 << 60, PAGE)):
-        assert text.startswith(f"rank 1, mapping {1 << 60} bytes: ")
+    for text in ep_a2a.local(3).run(work, (PAGE, 1 << 60, PAGE)):
+        assert text.startswith(f"rank 1, {1 << 60} bytes on cpu: ")
     text = "bytes_per_rank: 4096 on rank 0, 4097 on rank 1"
-    assert world.local(2).run(work, (PAGE, PAGE + 1)) == [text, text]
+    assert ep_a2a.local(2).run(work, (PAGE, PAGE + 1)) == [text, text]
 
 
 @pytest.mark.parametrize(("num_bytes", "error"), [(0, ValueError), (-1, ValueError), (1 << 62, ValueError)])
 @pytest.mark.parametrize("allocate", [symm.allocate, posix.allocate])
 def test_refuses_sizes(allocate, num_bytes, error):
     with pytest.raises(error, match=f"bytes_per_rank={num_bytes}"):
-        allocate(world.local(1).ranks[0], num_bytes, 1)
+        allocate(ep_a2a.local(1).ranks[0], num_bytes, 1)
     with pytest.raises(TypeError, match="not float"):
-        allocate(world.local(1).ranks[0], 1e6, 1)
+        allocate(ep_a2a.local(1).ranks[0], 1e6, 1)
 
 
 # ---- posix -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -110,6 +111,12 @@ def no_word(rank: int, what: str, missing: Iterable[int], seconds: float, becaus
 def one_line(error: BaseException) -> str:
     """Type and first line of an error. Local."""
     return f"{type(error).__name__}: {error}".strip(": ").split("\n", 1)[0]
+
+
+def host_key() -> str:
+    """What tells this host from others: its boot and its name. Local."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.uname().nodename}"
 
 
 # ---- steps and connections ---------------------------------------------------------------------------------------

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import abc
+import json
 import mmap
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ep_a2a.errors import ClosedError
-from ep_a2a.layout import REGION_ALIGN_BYTES, round_up
+from ep_a2a.errors import ClosedError, EpError, SymmetricMemoryError
+from ep_a2a.layout import REGION_ALIGN_BYTES, Kind, round_up
+from ep_a2a.rendezvous import Group, one_line
 
 
 class SymmetricMemory(abc.ABC):
     """A region of equal size on every rank that all ranks of the group reach by address.
 
+    kind            what lies between the ranks, for `layout`'s choices
     bytes_per_rank  size of each region, bytes
     base            address of this rank's region, a multiple of 4096; the region starts as zeros
     peer_bases      addresses, in this process, of the regions of all ranks, by rank; the own one included
     """
 
+    kind: Kind = "cpu"
     bytes_per_rank: int
     base: int
     peer_bases: tuple[int, ...]
@@ -68,3 +74,18 @@ def mapped_bytes(bytes_per_rank: int) -> int:
     if not 1 <= bytes_per_rank < 2**62:
         raise ValueError(f"bytes_per_rank={bytes_per_rank}: must be 1 to 2**62 - 1")
     return round_up(bytes_per_rank, REGION_ALIGN_BYTES)
+
+
+def tell(group: Group, what: str, timeout_s: float, step: Callable[[], Any]) -> list[Any]:
+    """Do a step and give all ranks what all ranks got from it, or an error on all where it failed on one."""
+    outcome: dict[str, Any]
+    try:
+        outcome = {"value": step()}
+    except (EpError, OSError, RuntimeError, ValueError, ImportError) as error:
+        outcome = {"error": str(error) if isinstance(error, EpError) else one_line(error)}
+    told = group.all_gather(json.dumps(outcome).encode(), what, timeout_s)
+    outcomes = [json.loads(one) for one in told]
+    for rank, one in enumerate(outcomes):
+        if "error" in one:
+            raise SymmetricMemoryError(f"rank {rank}, {what}: {one['error']}")
+    return [one["value"] for one in outcomes]

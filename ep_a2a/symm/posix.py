@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from ep_a2a.errors import SymmetricMemoryError
 from ep_a2a.rendezvous import Group, one_line
-from ep_a2a.symm.base import MappedMemory, mapped_bytes
+from ep_a2a.symm.base import MappedMemory, mapped_bytes, tell
 
 DIRECTORY = "/dev/shm"
 PREFIX = "ep_a2a-"
@@ -52,32 +50,17 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float) -> PosixMemory
     nothing of it.
     """
     num_bytes = mapped_bytes(bytes_per_rank)
-    seen = _tell(group, "symmetric memory, host", timeout_s, lambda: _look(bytes_per_rank))
+    seen = tell(group, "symmetric memory, host", timeout_s, lambda: _look(bytes_per_rank))
     _check_hosts(seen)
-    _check_room(num_bytes, _tell(group, "symmetric memory, room", timeout_s, _available))
+    _check_room(num_bytes, tell(group, "symmetric memory, room", timeout_s, _available))
     segment = _Segment()
     try:
-        names = _tell(group, "symmetric memory, create", timeout_s, lambda: segment.create(num_bytes, group.size))
+        names = tell(group, "symmetric memory, create", timeout_s, lambda: segment.create(num_bytes, group.size))
         mappings: list[mmap.mmap] = []
-        _tell(group, "symmetric memory, map", timeout_s, lambda: mappings.extend(_map(n, num_bytes) for n in names))
+        tell(group, "symmetric memory, map", timeout_s, lambda: mappings.extend(_map(n, num_bytes) for n in names))
     finally:
         segment.unlink()
     return PosixMemory(group.rank, bytes_per_rank, mappings)
-
-
-def _tell(group: Group, what: str, timeout_s: float, step: Callable[[], Any]) -> list[Any]:
-    """Do a step and give all ranks what all ranks got from it, or an error on all where it failed on one."""
-    outcome: dict[str, Any]
-    try:
-        outcome = {"value": step()}
-    except (OSError, SymmetricMemoryError, ValueError) as error:
-        outcome = {"error": str(error) if isinstance(error, SymmetricMemoryError) else one_line(error)}
-    told = group.all_gather(json.dumps(outcome).encode(), what, timeout_s)
-    outcomes = [json.loads(one) for one in told]
-    for rank, one in enumerate(outcomes):
-        if "error" in one:
-            raise SymmetricMemoryError(f"rank {rank}, {what}: {one['error']}")
-    return [one["value"] for one in outcomes]
 
 
 def _look(bytes_per_rank: int) -> dict[str, Any]:
