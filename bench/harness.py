@@ -32,9 +32,10 @@ class Run:
     commit: str
 
     @classmethod
-    def here(cls) -> Run:
-        """This machine, this commit (with `+` where files have changed), this second."""
-        return cls(time.strftime("%Y-%m-%dT%H:%M:%S"), _processor(), _commit())
+    def here(cls, on_gpu: bool = False, commit: str = "") -> Run:
+        """This machine, this second, and this commit (with `+` where files have changed) unless it is given."""
+        device = torch.cuda.get_device_name() if on_gpu else _processor()
+        return cls(time.strftime("%Y-%m-%dT%H:%M:%S"), device, commit or _commit())
 
 
 def _processor() -> str:

@@ -101,7 +101,7 @@ def test_worlds_that_cannot_be(args, error, text):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu():
-    with pytest.raises(ep_a2a.EpError, match="torch can use no GPU here: .+; device='cpu' runs on the CPU"):
+    with pytest.raises(ep_a2a.EpError, match=r"torch can use no GPU here: .+; device='cpu' runs on the CPU"):
         ep_a2a.local(2, "cuda")
     with pytest.raises(ep_a2a.EpError, match="connect: rank 0 cannot run: torch can use no GPU here"):
         ep_a2a.connect(Case().config(), device="cuda")

@@ -289,7 +289,7 @@ def _watchdog(what: str, timeout_s: float) -> Iterator[None]:
     """Ends the process if the block does not end in time."""
 
     def give_up() -> None:
-        print(f"ep_a2a: {what} did not return within {timeout_s:.0f} s: this process ends", file=sys.stderr, flush=True)
+        print(f"ep_a2a: {what} did not return within {timeout_s:.1f} s: this process ends", file=sys.stderr, flush=True)
         os._exit(_HANG_EXIT_CODE)
 
     timer = threading.Timer(timeout_s, give_up)
