@@ -92,7 +92,7 @@ def measure(group: world.Group, cases: list[Case], iterations: int) -> list[dict
             max_tokens=case.tokens,
             payload=PAYLOADS[case.payload],
         )
-        with ep_a2a.connect(config, group) as a2a:
+        with ep_a2a.connect(config, group, "cpu") as a2a:
             if case.schedule != "auto":
                 a2a.schedule = case.schedule
             found.append(measure_case(a2a, case, iterations))

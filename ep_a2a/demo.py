@@ -16,6 +16,7 @@ import torch
 
 import ep_a2a
 from ep_a2a import layout, testing, world
+from ep_a2a.device import choose
 from ep_a2a.experts import ExpertWeights, LocalExperts
 from ep_a2a.report import Report
 
@@ -79,29 +80,33 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the demo on this rank. Collective over the launcher's ranks. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ep_a2a demo", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each layer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one rank a GPU, or MPS")
     parser.add_argument("--layer", choices=[layer.name for layer in LAYERS], help="only this one")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the ranks share the machine
     group = world.resolve(None)
+    if options.device == "cuda":
+        ep_a2a.set_device(group)
+    device = choose(options.device)
     report = Report(quiet=group.rank != 0)
-    report.title(f"ep_a2a {ep_a2a.__version__}: {group.size} ranks, {group.name}")
+    report.title(f"ep_a2a {ep_a2a.__version__}: {group.size} ranks on {device.type}, {group.name}")
     good = True
     for layer in LAYERS:
         if options.layer in (None, layer.name):
-            good &= run_layer(group, layer, max(1, options.rounds), report)
+            good &= run_layer(group, device, layer, max(1, options.rounds), report)
     if good:
         report.success("every result is within the bound of its float64 reference")
     return 0 if good else 1
 
 
-def run_layer(group: world.Group, layer: Layer, num_rounds: int, report: Report) -> bool:
+def run_layer(group: world.Group, device: torch.device, layer: Layer, num_rounds: int, report: Report) -> bool:
     """Run one layer on this rank and show what happened; True if the result is within bound on every rank."""
     config = layer.config()
     mine = layout.local_experts(group.rank, layer.num_experts, group.size)
     with report.progress(f"{layer.name}: weights", len(mine)) as step:
         parts = [expert_weights(layer, expert) for expert in mine if not step()]
-        experts = LocalExperts(stack(parts, layer), mine.start)
-    with ep_a2a.connect(config, group) as a2a:
+        experts = LocalExperts(stack(parts, layer, device), mine.start)
+    with ep_a2a.connect(config, group, device.type) as a2a:
         with report.progress(f"{layer.name}: {num_rounds} rounds and one to warm up", num_rounds + 1) as step:
             outcome = run_rounds(a2a, layer, experts, num_rounds, step)
         with report.progress(f"{layer.name}: float64 reference", len(mine)) as step:
@@ -133,23 +138,30 @@ def run_rounds(a2a: ep_a2a.A2A, layer: Layer, experts: LocalExperts, num_rounds:
         a2a.group.barrier("demo: round", TIMEOUT_S)
         times = [time.perf_counter()]
         routed = route(layer, a2a.rank)
-        times.append(time.perf_counter())
-        received, handle = ep_a2a.dispatch(a2a, routed.x, routed.ids, routed.weights)
-        times.append(time.perf_counter())
+        x, ids, weights = (tensor.to(a2a.device) for tensor in (routed.x, routed.ids, routed.weights))
+        times.append(now(a2a))
+        received, handle = ep_a2a.dispatch(a2a, x, ids, weights)
+        times.append(now(a2a))
         experts(received, a2a.outbox())
-        valid = received.valid
-        local = (received.ids[valid] >= a2a.local_experts.start) & (received.ids[valid] < a2a.local_experts.stop)
-        times.append(time.perf_counter())
+        times.append(now(a2a))
+        rows_from, pairs = received.valid.sum(dim=1).tolist(), int((received.topk_ids() >= 0).sum())
         out = ep_a2a.combine(a2a, handle)
-        times.append(time.perf_counter())
+        times.append(now(a2a))
         for phase, start, end in zip(PHASES, times, times[1:]):
             phase_ms[phase].append((end - start) * 1e3)
         if outcome is not None and not torch.equal(outcome.out.view(torch.int16), out.view(torch.int16)):
             raise AssertionError("two rounds of the same tokens differ")
-        outcome = Outcome(out, valid.sum(dim=1).tolist(), int(local.sum()), phase_ms)
+        outcome = Outcome(out, rows_from, pairs, phase_ms)
         step()
     assert outcome is not None
     return outcome
+
+
+def now(a2a: ep_a2a.A2A) -> float:
+    """Seconds, once all that was launched has run."""
+    if a2a.device.type == "cuda":
+        torch.cuda.synchronize(a2a.device)
+    return time.perf_counter()
 
 
 def route(layer: Layer, rank: int) -> Routed:
@@ -175,15 +187,15 @@ def expert_weights(layer: Layer, expert: int) -> ExpertWeights:
     return ExpertWeights(*matrix(2 * intermediate, hidden), *matrix(hidden, intermediate))
 
 
-def stack(parts: list[ExpertWeights], layer: Layer) -> ExpertWeights:
-    """The weights of several experts as one; of none, where a rank owns none."""
+def stack(parts: list[ExpertWeights], layer: Layer, device: torch.device) -> ExpertWeights:
+    """The weights of several experts as one, on a device; of none, where a rank owns none."""
     names = ("w13", "w13_scales", "w13_global", "w2", "w2_scales", "w2_global")
     if not parts:
         one = expert_weights(layer, 0)
-        return ExpertWeights(*(getattr(one, name)[:0] for name in names))
+        return ExpertWeights(*(getattr(one, name)[:0].to(device) for name in names))
     columns = ([getattr(part, name).view(torch.uint8) for part in parts] for name in names)
     dtypes = (getattr(parts[0], name).dtype for name in names)
-    return ExpertWeights(*(torch.cat(c).view(dtype) for c, dtype in zip(columns, dtypes)))
+    return ExpertWeights(*(torch.cat(c).view(dtype).to(device) for c, dtype in zip(columns, dtypes)))
 
 
 def compare(
@@ -198,13 +210,13 @@ def compare(
 
     def decoded(expert: int) -> tuple[torch.Tensor, ...]:
         step()
-        return experts.weights.decoded(expert - experts.first_expert)
+        return tuple(tensor.cpu() for tensor in experts.weights.decoded(expert - experts.first_expert))
 
     part = testing.reference_part(config, rows, ids, weights, decoded, group.size, group.rank)
     reference = testing.reference_sum(config, gather_objects(group, part))
     first = sum(layer.num_tokens(rank) for rank in range(group.rank))
     mine = slice(first, first + out.shape[0])
-    error = (out.double() - reference.out[mine]).abs()
+    error = (out.cpu().double() - reference.out[mine]).abs()
     ratio = torch.nan_to_num(error / reference.likely_bound[mine], nan=float("inf"))
     return float(error.max()), float(ratio.max())
 
