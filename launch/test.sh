@@ -10,4 +10,5 @@ cd "$root"
 bash launch/lint.sh
 build_native plain
 build_native hostile -DEP_A2A_HOSTILE=ON
+export CUDA_VISIBLE_DEVICES="" # these tests are of the CPU, whatever the machine has
 exec "$python" -m pytest -m "not slow and not gpu" "$@"

@@ -25,4 +25,5 @@ else
   say "skipped: no nvcc on this machine, nothing compiled for GPUs"
 fi
 
+export CUDA_VISIBLE_DEVICES="" # these tests are of the CPU, whatever the machine has
 exec "$python" -m pytest -m "slow and not gpu" "$@"
