@@ -128,7 +128,7 @@ interrupted() {
 }
 
 run_suite() {
-  local name=$1 seconds=${limit_s[$1]} code=0 start=$SECONDS runner=() gpus names
+  local name=$1 seconds=${limit_s[$1]} code=0 start=$SECONDS runner=() gpus names out tee tries
   if [[ -n $quick ]]; then
     ((seconds <= quick_s - SECONDS)) || seconds=$((quick_s - SECONDS))
     if ((seconds < 5)); then
@@ -143,13 +143,20 @@ run_suite() {
   fi
   read -ra names <<<"${files[$name]}"
   say "$name: at most $seconds s"
+  exec {out}> >(exec tee "$reports/$name.log")
+  tee=$!
   set -m # the suite gets a process group
-  timeout -s INT -k 35 "$seconds" "${runner[@]}" "$python" -m pytest -m "$marks" "${names[@]}" -p no:cacheprovider \
-    --junitxml="$reports/$name.xml" > >(tee "$reports/$name.log") 2>&1 &
+  timeout -s INT -k 35 "$seconds" "${runner[@]}" "$python" -m pytest -m "$marks" "${names[@]}" \
+    -p no:cacheprovider -o junit_family=xunit1 --junitxml="$reports/$name.xml" >&"$out" 2>&1 &
   child=$!
   set +m
   wait "$child" || code=$?
   stop_child TERM
+  exec {out}>&-
+  for ((tries = 50; tries > 0; tries--)); do # it ends with what it has to show
+    kill -0 "$tee" 2>/dev/null || break
+    sleep 0.1
+  done
   echo "$code $((SECONDS - start))" >"$reports/$name.status"
 }
 

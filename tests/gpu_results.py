@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from bench import harness  # noqa: E402
 
 OWN_ROW = ("tool", "errors", "rounds", "wrong")
-NO_TESTS = 5  # pytest's exit code where nothing was selected
+TESTS_FAILED, NO_TESTS = 1, 5  # pytest's exit codes
 ENDED = (124, 137)  # those of `timeout`
 SHOWN_FAILURES, SHOWN_LINES = 3, 30
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ class Suite:
 
     @property
     def passed(self) -> bool:
-        return not self.error and self.exit_code in (0, NO_TESTS)
+        return not self.error and self.exit_code != TESTS_FAILED
 
 
 def value(text: str) -> Any:
@@ -85,8 +85,8 @@ def read_report(path: Path) -> list[Test]:
     return tests
 
 
-def read_suite(folder: Path, name: str) -> Suite:
-    """A suite's status and report."""
+def read_suite(folder: Path, name: str, may_be_empty: bool = False) -> Suite:
+    """A suite's status and report; only of a quick run may all tests be left out."""
     exit_code, seconds = (folder / f"{name}.status").read_text().split()
     suite = Suite(name, int(exit_code), float(seconds))
     report = folder / f"{name}.xml"
@@ -94,6 +94,8 @@ def read_suite(folder: Path, name: str) -> Suite:
         suite.error = f"ended at its time limit, after {seconds} s"
     elif not report.is_file():
         suite.error = f"no report, exit code {exit_code}"
+    elif suite.exit_code not in (0, TESTS_FAILED, NO_TESTS) or (suite.exit_code == NO_TESTS and not may_be_empty):
+        suite.error = f"pytest ended with exit code {exit_code}"
     if report.is_file() and report.stat().st_size:
         try:
             suite.tests = read_report(report)
@@ -206,7 +208,7 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     run = asdict(harness.Run.here())
     about = run | place() | ({"commit": given.commit} if given.commit else {})
-    suites = [read_suite(given.folder, name) for name in given.suites]
+    suites = [read_suite(given.folder, name, given.quick) for name in given.suites]
     rows = [row | about for suite in suites for row in rows_of(suite)]
     old = json.loads(given.out.read_text()) if given.out.is_file() else []
     harness.write(merged(old, rows, about["commit"], given.quick), given.out)

@@ -80,7 +80,9 @@ def test_rows_of_other_commits_go_and_quick_adds(folder: Path) -> None:
         ("124 300", None, "ended at its time limit, after 300 s"),
         ("137 300", REPORT, "ended at its time limit, after 300 s"),
         ("4 2", None, "no report, exit code 4"),
-        ("2 2", "<testsuites", "cannot be read"),
+        ("1 2", "<testsuites", "cannot be read"),
+        ("4 2", "<testsuites/>", "exit code 4"),
+        ("5 2", "<testsuites/>", "exit code 5"),
     ],
 )
 def test_a_suite_without_a_report_has_failed(
@@ -104,7 +106,7 @@ def test_failures_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "processes" in shown and "seconds" in shown
 
 
-def test_no_test_selected_is_no_failure(tmp_path: Path) -> None:
+def test_a_quick_run_may_leave_all_tests_out(tmp_path: Path) -> None:
     (tmp_path / "soak.status").write_text("5 1")
     (tmp_path / "soak.xml").write_text("<testsuites/>")
     assert run(tmp_path, "--quick", suites=("soak",)) == (0, [])
