@@ -13,7 +13,7 @@
 # shellcheck source-path=SCRIPTDIR source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-ranks_per_gpu=1 control="" folder="" command_pid="" daemon_pid="" servers=()
+ranks_per_gpu=1 control="" folder="" command_pid=""
 
 # What the daemon answers to a command.
 ask() { echo "$1" | timeout 10 "$control" 2>&1; }
@@ -23,16 +23,26 @@ daemon_answers() {
   answer=$(ask get_server_list) && [[ $answer != *[Cc]annot* ]]
 }
 
-read_daemon_pid() { daemon_pid=$(cat "$folder/pipe/nvidia-cuda-mps-control.pid" 2>/dev/null || true); }
+# Daemon and server of this run, as far as they live: by what they say, and by the folder in their environment.
+mps_pids() {
+  local pid
+  {
+    cat "$folder/pipe/nvidia-cuda-mps-control.pid" || true
+    ask get_server_list || true
+    grep -lszxF "CUDA_MPS_PIPE_DIRECTORY=$folder/pipe" /proc/[0-9]*/environ | tr -dc '0-9\n' || true
+  } 2>/dev/null | grep -xE '[0-9]+' | sort -u | while read -r pid; do
+    ! is_mps "$pid" || echo "$pid"
+  done
+}
 
-# is_ours PID: is it alive, and still MPS rather than another process that was given its number?
-is_ours() { tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline" | grep -q mps; }
+# Is it alive, and no other process that was given its number?
+is_mps() { tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline" | grep -q nvidia-cuda-mps; }
 
 # ends PID SECONDS: true once it has ended
 ends() {
   local tries
   for ((tries = $2 * 10; tries > 0; tries--)); do
-    is_ours "$1" || return 0
+    is_mps "$1" || return 0
     sleep 0.1
   done
   return 1
@@ -50,12 +60,12 @@ stop_command() {
 }
 
 stop_daemon() {
-  local pid
-  read_daemon_pid
-  [[ -n $daemon_pid ]] || return 0
-  mapfile -t servers < <(ask get_server_list | grep -E '^[0-9]+$' || true)
+  local pid pids=()
+  [[ -n $folder ]] || return 0
+  mapfile -t pids < <(mps_pids)
+  ((${#pids[@]})) || return 0
   ask quit >/dev/null || true
-  for pid in "${servers[@]}" "$daemon_pid"; do
+  for pid in "${pids[@]}"; do
     ends "$pid" 10 || { kill -TERM "$pid" 2>/dev/null && ends "$pid" 5; } || kill -KILL "$pid" 2>/dev/null || true
   done
 }
@@ -65,7 +75,7 @@ stop() {
   stop_command "${1:-TERM}"
   stop_daemon
   [[ -z $folder ]] || rm -rf "$folder"
-  folder="" command_pid="" daemon_pid=""
+  folder="" command_pid=""
 }
 
 # $1 the signal, $2 the exit code that says so
@@ -83,8 +93,7 @@ start_daemon() {
   log=$CUDA_MPS_LOG_DIRECTORY/control.log
   if timeout 20 "$control" -d >"$folder/start.log" 2>&1; then
     for ((tries = 50; tries > 0; tries--)); do
-      read_daemon_pid
-      [[ -n $daemon_pid ]] && daemon_answers && return
+      daemon_answers && return
       sleep 0.2
     done
   fi
