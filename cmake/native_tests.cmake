@@ -19,3 +19,12 @@ foreach(source IN LISTS sources)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${EP_A2A_BIN_DIR}")
   add_dependencies(native_tests ${name})
 endforeach()
+
+# litmus.cu needs a GPU to run: target `litmus`, with the flags of the CUDA library
+if(EP_A2A_CUDA AND NOT EP_A2A_HOSTILE)
+  add_executable(litmus EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/tests/native/litmus.cu")
+  target_include_directories(litmus PRIVATE "${PROJECT_SOURCE_DIR}/cuda")
+  target_compile_options(litmus PRIVATE ${EP_A2A_CUDA_FLAGS})
+  set_target_properties(litmus PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${EP_A2A_BIN_DIR}" CUDA_RUNTIME_LIBRARY Static)
+  add_dependencies(native_tests litmus)
+endif()

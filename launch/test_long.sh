@@ -19,8 +19,8 @@ choose_cuda
 if command -v nvcc >/dev/null; then
   say "nvcc for every GPU"
   run_cmake -S . -B build/cmake-nvcc -G Ninja -DEP_A2A_CUDA=ON -DEP_A2A_SUFFIX=-nvcc -DEP_A2A_SPILLS_ARE_ERRORS=ON \
-    -DEP_A2A_WERROR=ON >build/cmake.log || { cat build/cmake.log >&2 && exit 1; }
-  run_cmake --build build/cmake-nvcc --target ep_a2a_cuda
+    -DEP_A2A_WERROR=ON -DEP_A2A_NATIVE_TESTS=ON >build/cmake.log || { cat build/cmake.log >&2 && exit 1; }
+  run_cmake --build build/cmake-nvcc --target ep_a2a_cuda litmus
 else
   say "skipped: no nvcc on this machine, nothing compiled for GPUs"
 fi

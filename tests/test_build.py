@@ -94,6 +94,8 @@ class TestCudaLibrary:
         assert exported(library) == {name for name, host_alone in declared().items() if not host_alone}
 
     def test_holds_code_for_every_gpu(self, library: Path) -> None:
+        if library.parent.name == "lib" and (ROOT / "build/cmake-gpu").is_dir():
+            pytest.skip("launch/test_gpu.sh built it for the GPU of this machine (launch/test_long.sh: for all)")
         wanted = {(MACHINE_CODE, 90), (MACHINE_CODE, 100), (MACHINE_CODE, 120), (PTX, 90)}
         binaries = fatbin_code(library.read_bytes())
         assert len(binaries) >= len(list((ROOT / "cuda").glob("*.cu")))
