@@ -3,12 +3,13 @@
 #
 #   bash launch/demo.sh [--mpi] [--ranks N] [--ranks-per-gpu N] [options of `python -m ep_a2a demo`]
 #
-# --mpi starts the ranks by mpirun; --ranks-per-gpu lets them share GPUs, through launch/mps.sh.
+# --mpi starts the ranks by mpirun. --ranks-per-gpu runs them on GPUs, N on each, where N > 1 through launch/mps.sh;
+# without it they run on the CPU.
 
 # shellcheck source-path=SCRIPTDIR source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-launcher=torchrun ranks=4 options=() shared=()
+launcher=torchrun ranks=4 options=() shared=() groups=(build demo mpi)
 while (($#)); do
   case $1 in
     --mpi) launcher=mpirun ;;
@@ -21,6 +22,8 @@ while (($#)); do
       [[ ${2:-} =~ ^[1-9][0-9]?$ ]] || die "--ranks-per-gpu ${2:-}: must be a number in [1, 99]"
       gpu_visible || die "--ranks-per-gpu $2: no GPU is visible on this machine"
       shared=(bash "$root/launch/mps.sh" --ranks-per-gpu "$2" --)
+      groups+=(gpu)
+      options+=(--device cuda)
       shift
       ;;
     *) options+=("$1") ;;
@@ -28,7 +31,7 @@ while (($#)); do
   shift
 done
 
-setup build demo mpi
+setup "${groups[@]}"
 if [[ $launcher == torchrun ]]; then
   exec "${shared[@]}" "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks" \
     -m ep_a2a demo "${options[@]}"

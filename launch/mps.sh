@@ -131,6 +131,7 @@ trap 'interrupted TERM 143' TERM
 trap 'interrupted HUP 129' HUP
 start_daemon
 export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks_per_gpu))
+unset CUDA_DEVICE_MAX_CONNECTIONS # a GPU has not as many queues as 32 of each process: later ones would not start
 
 set -m # the command gets a process group, and signals as from a shell
 "$@" <&0 &
