@@ -14,6 +14,7 @@ may bring the functions that a body calls (`group.calls`, see `tests/together.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import random
@@ -27,14 +28,19 @@ from torch import Tensor
 
 import ep_a2a
 from ep_a2a import BF16, NVFP4, Config, Format
+from ep_a2a.experts import ExpertWeights, LocalExperts
+from ep_a2a.moe import MoELayer
 from ep_a2a.testing import (
     ROUTINGS,
     assert_same_bits,
+    assert_within,
+    decode_planes,
     destinations,
     encode_nvfp4,
     payload_planes,
     reference_combine,
     reference_dispatch,
+    reference_moe,
 )
 
 PATIENCE_S = 60.0  # where nothing is meant to be late
@@ -383,4 +389,55 @@ def two_channels(group: Any, case: Case) -> str:
                 settle(a2a)
                 wanted = wanted_out(case, config, round_ + channel, me, inputs[channel][me]["ids"], size)
                 assert_same_bits(out, wanted, f"rank {me} channel {channel} out")
+    return "ok"
+
+
+@functools.lru_cache(maxsize=2)
+def expert_weights(case: Case, intermediate: int) -> ExpertWeights:
+    """The weights of all experts, NVFP4, on the CPU."""
+    gen, n, h = generator(case.seed, "weights"), case.num_experts, case.hidden
+    w13 = torch.randn(n, 2 * intermediate, h, generator=gen) / h**0.5
+    return ExpertWeights.quantize(w13, torch.randn(n, h, intermediate, generator=gen) / intermediate**0.5)
+
+
+def local_experts(a2a: ep_a2a.A2A, case: Case, intermediate: int) -> LocalExperts:
+    """The experts of a rank, on its device."""
+    whole, owned = expert_weights(case, intermediate), a2a.local_experts
+    parts = {name: tensor[owned.start : owned.stop].to(a2a.device) for name, tensor in whole.tensors().items()}
+    return LocalExperts(dataclasses.replace(whole, **parts), owned.start)
+
+
+def assert_layer(
+    out: Tensor, case: Case, given: Any, own: dict[str, Tensor], num_ranks: int, intermediate: int
+) -> None:
+    """What a layer returned for inputs that `make_inputs` made, within the bound of the formats."""
+    if not own["ids"].numel():
+        assert out.shape == (0, case.hidden)
+        return
+    with _ONE_AT_A_TIME:
+        config, weights = case.config(), expert_weights(case, intermediate)
+        rows = decode_planes(config, payload_planes(config, given))
+        wanted = reference_moe(config, rows, own["ids"], own["weights"], weights.decoded, num_ranks)
+    assert_within(out, wanted.out, wanted.likely_bound)
+    assert wanted.out.abs().max() > 0.1
+
+
+def layer(group: Any, case: Case, intermediate: int = 64) -> str:
+    """Whole layers: by `MoELayer`, or where the calls of all ranks meet, by its three steps."""
+    torch.set_num_threads(1)
+    calls = calls_of(group)
+    with connect(group, case) as a2a:
+        experts = local_experts(a2a, case, intermediate)
+        for round_ in range(case.num_rounds):
+            given, own = make_inputs(case, round_, a2a.rank, a2a.num_ranks)
+            x, ids, weights = place((given, own["ids"], own["weights"]), a2a.device)
+            if calls.dispatch is ep_a2a.dispatch:
+                out = MoELayer(a2a, experts)(x, ids, weights)
+            else:
+                received, handle = calls.dispatch(a2a, x, ids, weights)
+                rows = a2a.scratch() if case.combine.is_encoded else None
+                experts(received, a2a.outbox() if rows is None else rows)
+                out = calls.combine(a2a, handle, rows=rows)
+            settle(a2a)
+            assert_layer(out, case, given, own, a2a.num_ranks, intermediate)
     return "ok"
