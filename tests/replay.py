@@ -125,6 +125,13 @@ class Layers(Rounds):
         make = experts or (lambda a2a: bodies.local_experts(a2a, case, 64))
         self.layers = [MoELayer(a2a, make(a2a)) for a2a in a2as]
 
+    def warm(self, world: Any) -> None:
+        """A round in which no rank waits alone, so that torch can load the kernels of the experts."""
+        found = world.dispatch(self.entries())
+        for layer, (received, _) in zip(self.layers, found, strict=True):
+            layer.experts(received, layer.a2a.outbox())
+        world.combine([(a2a, handle) for a2a, (_, handle) in zip(self.a2as, found, strict=True)])
+
     def run(self) -> None:
         """One layer of each rank."""
         calls = list(zip(self.layers, self.x, self.ids, self.weights, self.counts, strict=True))
