@@ -147,7 +147,10 @@ def test_formats_have_the_bits_of_a_cpu(fmt, dtype):
     for x in (_spread(17, 512, dtype), _spread(5, 7168, dtype), every.reshape(128, 512), _spread(3, 512, dtype)[:0]):
         here, there = encode(x, fmt), encode(x.cuda(), fmt)
         for name, one, other in zip(fmt.plane_names, here, there, strict=True):
-            assert_same_bits(bodies.on_cpu(other), one, f"{fmt} {name}")
+            other = bodies.on_cpu(other)
+            if not fmt.is_encoded:  # torch's own rounding, whose NaN may be another one
+                one, other = one.nan_to_num(7.0), other.nan_to_num(7.0)
+            assert_same_bits(other, one, f"{fmt} {name}")
         for out in (torch.bfloat16, torch.float16, torch.float32):
             got, wanted = decode(there, fmt, out).cpu(), decode(here, fmt, out)
             assert torch.equal(got.isnan(), wanted.isnan())
