@@ -19,18 +19,18 @@ from tests.bodies import Case
 pytestmark = pytest.mark.gpu
 RANKS = (2, 3, 8, 16)
 SIZES = pytest.mark.parametrize("num_ranks", RANKS)
-NUMBERED = list(enumerate(cases.CASES.items()))
+NUMBERED = list(enumerate(cases.CASES.items()))[::3]  # the slow tests run all of them
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("index", "named"), NUMBERED, ids=[name for _, (name, _) in NUMBERED])
-def test_each_case(run_local, index, named):
-    run_local(RANKS[index % 3], bodies.rounds, named[1])
+def test_cases(run_local, index, named):
+    run_local(RANKS[index // 3 % 3], bodies.rounds, named[1])
 
 
-@SIZES
+@pytest.mark.parametrize("num_ranks", [2, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 16))])
 @pytest.mark.parametrize("name", cases.SHAPES)
 def test_models(run_local, num_ranks, name):
     case = cases.SHAPES[name]
