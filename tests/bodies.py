@@ -7,10 +7,14 @@ fp32 accumulator keeps the more, the later they come.
 Before a round ends, all that a rank received is overwritten with a pattern: rows that the next round does not deliver
 must still hold it. That is inside the window in which the planes are this rank's: every peer's rows are here, and no
 peer writes again before this rank has called combine or release.
+
+Inputs and references are made on the CPU, moved to the rank's device for the calls, and compared on the CPU. A group
+may bring the functions that a body calls (`group.calls`, see `tests/together.py`); else they are those of `ep_a2a`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import random
@@ -24,20 +28,26 @@ from torch import Tensor
 
 import ep_a2a
 from ep_a2a import BF16, NVFP4, Config, Format
+from ep_a2a.experts import ExpertWeights, LocalExperts
+from ep_a2a.moe import MoELayer
 from ep_a2a.testing import (
     ROUTINGS,
     assert_same_bits,
+    assert_within,
+    decode_planes,
     destinations,
     encode_nvfp4,
     payload_planes,
     reference_combine,
     reference_dispatch,
+    reference_moe,
 )
 
 PATIENCE_S = 60.0  # where nothing is meant to be late
 LARGE = 2.0**12
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ONE_AT_A_TIME = threading.Lock()  # threads that share Python with 63 others and all compute are slow
+TOP_K = ("ids", "weights")
 _PAYLOAD_NAMES = ("rows", "scales", "global_scale")
 
 
@@ -147,6 +157,35 @@ def results(case: Case, round_: int, rank: int, source: int) -> Tensor:
     return value.to(case.combine.result_dtype)
 
 
+def calls_of(group: Any) -> Any:
+    """What has the functions connect, dispatch, combine, ... for a rank of `group`."""
+    return getattr(group, "calls", ep_a2a)
+
+
+def connect(group: Any, case: Case, **more: Any) -> Any:
+    """Connect for a case; to be used in a `with` statement."""
+    return calls_of(group).connect(case.config(**more), group=group)
+
+
+def settle(a2a: ep_a2a.A2A) -> None:
+    """Wait until a GPU has done what this thread launched, and raise what went wrong; on a CPU a call has and does."""
+    if a2a.device.type != "cpu":
+        torch.cuda.current_stream(a2a.device).synchronize()
+        a2a.check()
+
+
+def place(given: Any, device: torch.device) -> Any:
+    """Tensors, also in tuples and lists, on a device."""
+    if isinstance(given, (tuple, list)):
+        return type(given)(place(one, device) for one in given)
+    return given.to(device) if isinstance(given, Tensor) else given
+
+
+def on_cpu(plane: Tensor) -> Tensor:
+    """A plane on the CPU, moved as bits: not every small dtype can be copied from a strided view."""
+    return plane if plane.device.type == "cpu" else as_bits(plane).cpu().view(plane.dtype)
+
+
 def received_planes(received: ep_a2a.Received) -> dict[str, Tensor]:
     """The planes of a `Received` by the names that the reference uses."""
     planes = {"rows": received.rows, "scales": received.scales, "global_scale": received.global_scale}
@@ -157,9 +196,9 @@ def received_planes(received: ep_a2a.Received) -> dict[str, Tensor]:
 
 def unaligned(given: Any) -> Any:
     """A copy that starts one element behind where it would: contiguous, on no vector of 16 bytes."""
-    if isinstance(given, tuple):
-        return tuple(map(unaligned, given))
-    copy = torch.empty(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
+    if isinstance(given, (tuple, list)):
+        return type(given)(map(unaligned, given))
+    copy = torch.empty(given.numel() + 1, dtype=given.dtype, device=given.device)[1:].view(given.shape)
     copy.copy_(given)
     assert given.numel() == 0 or copy.data_ptr() % 16
     return copy
@@ -192,7 +231,8 @@ def assert_received(
     assert_same_bits(received.valid, wanted.valid, f"rank {rank} valid")
     planes = received_planes(received)
     assert planes.keys() == wanted.planes.keys(), (sorted(planes), sorted(wanted.planes))
-    for name, plane in planes.items():
+    for name, there in planes.items():
+        plane = on_cpu(there)
         assert plane.shape == wanted.planes[name].shape, (name, plane.shape)
         assert_same_bits(plane[wanted.valid], wanted.planes[name][wanted.valid], f"rank {rank} {name} of valid rows")
         if poisoned is not None:
@@ -212,10 +252,12 @@ def wanted_out(case: Case, config: Config, round_: int, rank: int, ids: Tensor, 
 
 def fill_results(case: Case, round_: int, received: ep_a2a.Received, box: Tensor, rank: int) -> None:
     """Write the results of a round at the valid rows of `box`, NaN at all others, which nobody may read."""
-    box.fill_(float("nan"))
-    for source in range(box.shape[0]):
-        valid = received.valid[source]
-        box[source, valid] = results(case, round_, rank, source)[valid]
+    there = box if box.device.type == "cpu" else torch.empty(box.shape, dtype=box.dtype)
+    there.fill_(float("nan"))
+    for source, valid in enumerate(received.valid.cpu()):
+        there[source, valid] = results(case, round_, rank, source)[valid]
+    if there is not box:
+        box.copy_(there)
 
 
 def one_round(
@@ -234,23 +276,29 @@ def one_round(
         ids = torch.cat([ids, torch.zeros(tail, case.top_k, dtype=torch.int32)])[: case.max_tokens]
         weights = torch.cat([weights, torch.ones(tail, case.top_k)])[: case.max_tokens]
         rows, on_device = rows[: case.max_tokens], torch.tensor([count], dtype=torch.int32)
+    rows, ids, weights, extra, on_device = place((rows, ids, weights, extra, on_device), a2a.device)
     if case.unaligned:
-        rows, ids, weights, extra = unaligned(rows), unaligned(ids), unaligned(weights), list(map(unaligned, extra))
-    received, handle = ep_a2a.dispatch(a2a, rows, ids, weights, on_device, extra=extra, channel=channel)
+        rows, ids, weights, extra = map(unaligned, (rows, ids, weights, extra))
+    calls = calls_of(group)
+    received, handle = calls.dispatch(a2a, rows, ids, weights, on_device, extra=extra, channel=channel)
+    settle(a2a)
     assert_received(received, a2a.config, inputs, rank, poisoned)
     encoded, by_rows = case.combine.is_encoded, case.how == "rows" or case.combine.is_encoded
     box = a2a.scratch(channel) if encoded else a2a.outbox(channel)
     if case.how == "rows":
-        box = torch.empty(box.shape, dtype=box.dtype)
+        box = torch.empty(box.shape, dtype=box.dtype, device=box.device)
     fill_results(case, round_, received, box, rank)
     if group is not None:
         group.barrier("all have their rows", PATIENCE_S)
     poison(received, round_)
     if case.how == "release":
-        ep_a2a.release(a2a, handle)
+        calls.release(a2a, handle)
+        settle(a2a)
         return None
-    out = torch.full((ids.shape[0], case.hidden), 7.0).to(box.dtype)
-    out = ep_a2a.combine(a2a, handle, rows=box if by_rows else None, out=out if case.how == "out" else None)
+    out = torch.full((ids.shape[0], case.hidden), 7.0, dtype=box.dtype, device=box.device)
+    out = calls.combine(a2a, handle, rows=box if by_rows else None, out=out if case.how == "out" else None)
+    settle(a2a)
+    out = out.cpu()
     wanted = wanted_out(case, a2a.config, round_, rank, own["ids"], num_ranks)
     assert_same_bits(out[:count], wanted, f"rank {rank} round {round_} out")
     assert out.shape[0] == ids.shape[0]
@@ -262,7 +310,7 @@ def rounds(group: Any, case: Case) -> str:
     """All rounds of a case, poisoned in between. Returns a digest of what combine returned on this rank."""
     torch.set_num_threads(1)
     digest = hashlib.sha256()
-    with ep_a2a.connect(case.config(), group=group) as a2a:
+    with connect(group, case) as a2a:
         if case.schedule is not None:
             a2a.schedule = case.schedule
         for round_ in range(case.num_rounds):
@@ -279,28 +327,35 @@ def late_peer(group: Any, case: Case, late_in: str) -> str:
     The other phases are in step by the group's barrier alone, so that a wait that is missing shows in its own phase.
     """
     torch.set_num_threads(1)
-    with ep_a2a.connect(case.config(), group=group) as a2a:
+    calls = calls_of(group)
+    with connect(group, case) as a2a:
         for round_ in range(case.num_rounds):
             inputs = [make_inputs(case, round_, r, a2a.num_ranks) for r in range(a2a.num_ranks)]
             given, own = inputs[a2a.rank]
             late = a2a.rank == round_ % a2a.num_ranks
             if late and late_in == "dispatch":
                 time.sleep(0.05)
-            pending = ep_a2a.dispatch_begin(a2a, given, own["ids"], own["weights"])
+            given, ids, weights = place((given, own["ids"], own["weights"]), a2a.device)
+            pending = calls.dispatch_begin(a2a, given, ids, weights)
             if late_in != "dispatch":
+                settle(a2a)
                 group.barrier("all have sent", PATIENCE_S)
             received, handle = pending.wait()
+            settle(a2a)
             assert_received(received, a2a.config, [planes for _, planes in inputs], a2a.rank, None)
             if late and late_in != "dispatch":
                 time.sleep(0.05)  # the others must not begin the next round, which would overwrite these rows
                 assert_received(received, a2a.config, [planes for _, planes in inputs], a2a.rank, None)
             if late_in == "release":
-                ep_a2a.release(a2a, handle)
+                calls.release(a2a, handle)
+                settle(a2a)
                 continue
             fill_results(case, round_, received, a2a.outbox(), a2a.rank)
             if late_in == "dispatch":
+                settle(a2a)
                 group.barrier("all have their results", PATIENCE_S)
-            out = ep_a2a.combine(a2a, handle)
+            out = calls.combine(a2a, handle)
+            settle(a2a)
             assert_same_bits(out, wanted_out(case, a2a.config, round_, a2a.rank, own["ids"], a2a.num_ranks))
             group.barrier("all have combined", PATIENCE_S)
     return "ok"
@@ -309,21 +364,15 @@ def late_peer(group: Any, case: Case, late_in: str) -> str:
 def two_channels(group: Any, case: Case) -> str:
     """Rounds of two channels that overlap, begun one before the other is waited for, some of them abandoned."""
     torch.set_num_threads(1)
-    config = case.config(channels=2)
-    with ep_a2a.connect(config, group=group) as a2a:
+    calls, config = calls_of(group), case.config(channels=2)
+    with connect(group, case, channels=2) as a2a:
         me, size = a2a.rank, a2a.num_ranks
         for round_ in range(0, 2 * case.num_rounds, 2):
             inputs = [[make_inputs(case, round_ + c, r, size)[1] for r in range(size)] for c in (0, 1)]
-            pending = [
-                ep_a2a.dispatch_begin(
-                    a2a,
-                    make_inputs(case, round_ + channel, me, size)[0],
-                    inputs[channel][me]["ids"],
-                    inputs[channel][me]["weights"],
-                    channel=channel,
-                )
-                for channel in (0, 1)
-            ]
+            pending = []
+            for channel in (0, 1):
+                own = make_inputs(case, round_ + channel, me, size)[0], *(inputs[channel][me][n] for n in TOP_K)
+                pending.append(calls.dispatch_begin(a2a, *place(own, a2a.device), channel=channel))
             if round_ % 6 == 4:
                 pending[0].abandon()
                 pending[1].abandon()
@@ -331,11 +380,64 @@ def two_channels(group: Any, case: Case) -> str:
             combines = []
             for channel in (1, 0):  # the waits come in the same order on every rank, not in that of the sends
                 received, handle = pending[channel].wait()
+                settle(a2a)
                 assert_received(received, config, inputs[channel], me, None)
                 fill_results(case, round_ + channel, received, a2a.outbox(channel), me)
-                combines.append((channel, ep_a2a.combine_begin(a2a, handle)))
+                combines.append((channel, calls.combine_begin(a2a, handle)))
             for channel, combine in combines:
                 out = combine.wait()
+                settle(a2a)
                 wanted = wanted_out(case, config, round_ + channel, me, inputs[channel][me]["ids"], size)
                 assert_same_bits(out, wanted, f"rank {me} channel {channel} out")
+    return "ok"
+
+
+@functools.lru_cache(maxsize=2)
+def expert_weights(case: Case, intermediate: int) -> ExpertWeights:
+    """The weights of all experts, NVFP4, on the CPU."""
+    gen, n, h = generator(case.seed, "weights"), case.num_experts, case.hidden
+    w13 = torch.randn(n, 2 * intermediate, h, generator=gen) / h**0.5
+    return ExpertWeights.quantize(w13, torch.randn(n, h, intermediate, generator=gen) / intermediate**0.5)
+
+
+def local_experts(a2a: ep_a2a.A2A, case: Case, intermediate: int) -> LocalExperts:
+    """The experts of a rank, on its device."""
+    whole, owned = expert_weights(case, intermediate), a2a.local_experts
+    parts = {name: tensor[owned.start : owned.stop].to(a2a.device) for name, tensor in whole.tensors().items()}
+    return LocalExperts(dataclasses.replace(whole, **parts), owned.start)
+
+
+def assert_layer(
+    out: Tensor, case: Case, given: Any, own: dict[str, Tensor], num_ranks: int, intermediate: int
+) -> None:
+    """What a layer returned for inputs that `make_inputs` made, within the bound of the formats."""
+    if not own["ids"].numel():
+        assert out.shape == (0, case.hidden)
+        return
+    with _ONE_AT_A_TIME:
+        config, weights = case.config(), expert_weights(case, intermediate)
+        rows = decode_planes(config, payload_planes(config, given))
+        wanted = reference_moe(config, rows, own["ids"], own["weights"], weights.decoded, num_ranks)
+    assert_within(out, wanted.out, wanted.likely_bound)
+    assert wanted.out.abs().max() > 0.1
+
+
+def layer(group: Any, case: Case, intermediate: int = 64) -> str:
+    """Whole layers: by `MoELayer`, or where the calls of all ranks meet, by its three steps."""
+    torch.set_num_threads(1)
+    calls = calls_of(group)
+    with connect(group, case) as a2a:
+        experts = local_experts(a2a, case, intermediate)
+        for round_ in range(case.num_rounds):
+            given, own = make_inputs(case, round_, a2a.rank, a2a.num_ranks)
+            x, ids, weights = place((given, own["ids"], own["weights"]), a2a.device)
+            if calls.dispatch is ep_a2a.dispatch:
+                out = MoELayer(a2a, experts)(x, ids, weights)
+            else:
+                received, handle = calls.dispatch(a2a, x, ids, weights)
+                rows = a2a.scratch() if case.combine.is_encoded else None
+                experts(received, a2a.outbox() if rows is None else rows)
+                out = calls.combine(a2a, handle, rows=rows)
+            settle(a2a)
+            assert_layer(out, case, given, own, a2a.num_ranks, intermediate)
     return "ok"

@@ -21,7 +21,8 @@ Launchers:
 "torchrun"  python -m torch.distributed.run --standalone
 "mpirun"    the mpirun beside this Python (PyPI's mpich) or on PATH, else the test is skipped.
 
-`env` adds variables: a dict, or a function of the rank (not for torchrun and mpirun). `spawn.rank()` and
+`env` adds variables: a dict, or a function of the rank (not for torchrun and mpirun). Workers see no GPU without
+`gpus=True`. `spawn.rank()` and
 `spawn.size()` are this worker's, whatever started it. The first three start quickly, as they fork from a process that
 has imported torch.
 
@@ -84,9 +85,10 @@ def run(
     launcher: str = "env",
     env: Env = None,
     deadline_s: float = 60.0,
+    gpus: bool = False,
 ) -> list[Any]:
     """Run `worker(*args)` as `num_ranks` processes. Returns the results by rank; AssertionError where a rank failed."""
-    found = outcomes(worker, num_ranks, *args, launcher=launcher, env=env, deadline_s=deadline_s)
+    found = outcomes(worker, num_ranks, *args, launcher=launcher, env=env, deadline_s=deadline_s, gpus=gpus)
     failed = [one for one in found if one.error]
     if failed:
         text = "\n".join(f"--- rank {one.rank}: {one.error}\n{one.traceback or one.output[-4000:]}" for one in failed)
@@ -101,12 +103,14 @@ def outcomes(
     launcher: str = "env",
     env: Env = None,
     deadline_s: float = 60.0,
+    gpus: bool = False,
 ) -> list[Outcome]:
     """Run `worker(*args)` as `num_ranks` processes. Returns what became of each, by rank."""
     with tempfile.TemporaryDirectory(prefix="spawn-") as folder:
         code = worker.__code__.co_filename, worker.__qualname__
         Path(folder, "job").write_bytes(pickle.dumps((code, args, deadline_s)))
         start = _fork if launcher in ("env", "store", "bare") else _launch
+        env = env if gpus else _without_gpus(env)
         exit_codes = start(Path(folder), launcher, num_ranks, env, deadline_s + _GRACE_S)
         return [_read(Path(folder), rank, exit_codes[rank]) for rank in range(num_ranks)]
 
@@ -144,6 +148,13 @@ def free_port() -> int:
 
 
 # ---- in the test process -----------------------------------------------------------------------------------------
+
+
+def _without_gpus(env: Env) -> Env:
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    if callable(env):
+        return lambda one: {**none, **env(one)}
+    return {**none, **(env or {})}
 
 
 def _fork(folder: Path, launcher: str, num_ranks: int, env: Env, deadline_s: float) -> list[int | None]:

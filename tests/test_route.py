@@ -33,12 +33,14 @@ def run(num_ranks, body, *args):
     return ep_a2a.local(num_ranks).run(body, *args)
 
 
-def dispatch(a2a, case, round_=0):
+def dispatch(a2a, case, round_=0, group=None):
     """(received, handle, what must be there, the rank's own ids) of a round."""
     inputs = [bodies.make_inputs(case, round_, r, a2a.num_ranks) for r in range(a2a.num_ranks)]
     given, own = inputs[a2a.rank]
-    extra = [own[f"extra{i}"] for i in range(len(case.extra_planes))]
-    received, handle = ep_a2a.dispatch(a2a, given, own["ids"], own["weights"], extra=extra)
+    extra = bodies.place([own[f"extra{i}"] for i in range(len(case.extra_planes))], a2a.device)
+    given, ids, weights = bodies.place((given, own["ids"], own["weights"]), a2a.device)
+    received, handle = bodies.calls_of(group).dispatch(a2a, given, ids, weights, extra=extra)
+    bodies.settle(a2a)
     return received, handle, reference_dispatch(case.config(), [p for _, p in inputs], a2a.rank), own["ids"]
 
 
@@ -81,16 +83,19 @@ def check_all(a2a, received, expected, case):
     for max_rows in (most, most + 3):
         wanted = reference_by_expert(config, expected, me, max_rows)
         assert_pairs(received.by_expert(max_rows), wanted, f"rank {me} by_expert({max_rows})")
+    bodies.settle(a2a)
     a2a.check()
 
 
 def rounds(group, case):
     torch.set_num_threads(1)
-    with ep_a2a.connect(case.config(), group=group) as a2a:
+    with bodies.connect(group, case) as a2a:
         for round_ in range(case.num_rounds):
-            received, handle, expected, _ = dispatch(a2a, case, round_)
+            received, handle, expected, _ = dispatch(a2a, case, round_, group)
             check_all(a2a, received, expected, case)
-            ep_a2a.release(a2a, handle)  # bits and ids of this round stay behind the counts of the next one
+            bodies.calls_of(group).release(
+                a2a, handle
+            )  # bits and ids of this round stay behind the counts of the next one
 
 
 # ---- against the references --------------------------------------------------------------------------------------
@@ -250,6 +255,7 @@ def test_the_first_overflow_is_told_and_does_not_hide_bad_routing():
 # ---- combine with an order ---------------------------------------------------------------------------------------
 
 NUMBERS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ORDERED = Case(num_experts=6, top_k=5, hidden=128, max_tokens=12, routing="duplicates", num_rounds=2, counts="full")
 
 
 def slot_rows(case, rank, shape, dtype):
@@ -268,47 +274,46 @@ def wanted_out(config, outbox_of, ids, rank, num_ranks):
     return reference_combine([outbox_of(r) for r in range(num_ranks)], masks, config.combine)[rank]
 
 
+def ordered_rounds(group, case, how, dtype):
+    """Rounds whose results come back pair by pair; for the last of three ranks there are too few slots."""
+    config, calls, combine = case.config(), bodies.calls_of(group), case.combine
+    with bodies.connect(group, case) as a2a:
+        for round_ in range(case.num_rounds):
+            inputs = [bodies.make_inputs(case, round_, r, 3)[1] for r in range(3)]
+
+            def outbox_of(rank, inputs=inputs):
+                expected = reference_dispatch(config, inputs, rank)
+                if how == "compact":
+                    pairs = reference_compact(config, expected, rank, 4, 8 if rank == 2 else 240)
+                else:
+                    pairs = reference_by_expert(config, expected, rank, 2 if rank == 2 else 60)
+                values = slot_rows(case, rank, pairs.row_index.shape, dtype)
+                encoded_from = torch.float32 if combine.is_encoded else combine.result_dtype
+                return reference_ordered_outbox(expected, pairs, values, encoded_from)
+
+            received, handle, _, ids = dispatch(a2a, case, round_, group)
+            last = a2a.rank == 2
+            room = (4, 8 if last else 240) if how == "compact" else (2 if last else 60,)
+            pairs = getattr(received, how)(*room)
+            values = slot_rows(case, a2a.rank, pairs.order.shape, dtype)
+            values[pairs.row_index.cpu() < 0] = float("nan")
+            group.barrier("all have their pairs", bodies.PATIENCE_S)
+            bodies.poison(received, round_)
+            begin = calls.combine_begin if round_ else calls.combine
+            out = begin(a2a, handle, rows=values.to(a2a.device), order=pairs.order)
+            out = out.wait() if round_ else out
+            assert_same_bits(out, wanted_out(config, outbox_of, ids, a2a.rank, 3), f"rank {a2a.rank} out")
+            if last:
+                with pytest.raises(CapacityExceeded):
+                    a2a.check()
+            a2a.check()
+
+
 @pytest.mark.parametrize("rows", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("combine", [BF16, FP16, FP32, FP8, NVFP4])
 @pytest.mark.parametrize("how", ["compact", "by_expert"])
 def test_combine_with_an_order(rows, combine, how):
-    case = Case(num_experts=6, top_k=5, hidden=128, max_tokens=12, combine=combine, routing="duplicates", num_rounds=2)
-    case = replace(case, counts="full")
-
-    def body(group):
-        config, dtype = case.config(), NUMBERS[rows]
-        with ep_a2a.connect(config, group=group) as a2a:
-            for round_ in range(case.num_rounds):
-                inputs = [bodies.make_inputs(case, round_, r, 3)[1] for r in range(3)]
-
-                def outbox_of(rank, inputs=inputs):
-                    expected = reference_dispatch(config, inputs, rank)
-                    if how == "compact":  # for the last rank there are too few slots
-                        pairs = reference_compact(config, expected, rank, 4, 8 if rank == 2 else 240)
-                    else:
-                        pairs = reference_by_expert(config, expected, rank, 2 if rank == 2 else 60)
-                    values = slot_rows(case, rank, pairs.row_index.shape, dtype)
-                    encoded_from = torch.float32 if combine.is_encoded else combine.result_dtype
-                    return reference_ordered_outbox(expected, pairs, values, encoded_from)
-
-                received, handle, _, ids = dispatch(a2a, case, round_)
-                last = a2a.rank == 2
-                room = (4, 8 if last else 240) if how == "compact" else (2 if last else 60,)
-                pairs = getattr(received, how)(*room)
-                values = slot_rows(case, a2a.rank, pairs.order.shape, dtype)
-                values[pairs.row_index < 0] = float("nan")
-                group.barrier("all have their pairs", bodies.PATIENCE_S)
-                bodies.poison(received, round_)
-                begin = ep_a2a.combine_begin if round_ else ep_a2a.combine
-                out = begin(a2a, handle, rows=values, order=pairs.order)
-                out = out.wait() if round_ else out
-                assert_same_bits(out, wanted_out(config, outbox_of, ids, a2a.rank, 3), f"rank {a2a.rank} out")
-                if last:
-                    with pytest.raises(CapacityExceeded):
-                        a2a.check()
-                a2a.check()
-
-    run(3, body)
+    run(3, ordered_rounds, replace(ORDERED, combine=combine), how, NUMBERS[rows])
 
 
 def test_the_rows_reveal_the_order():
