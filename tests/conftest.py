@@ -12,9 +12,8 @@ import torch
 import ep_a2a
 from tests import spawn, together
 
-os.environ.setdefault(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-)  # read when CUDA starts: a queue for each local rank's stream
+if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:  # there processes share the queues
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when CUDA starts: one for each local rank
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
