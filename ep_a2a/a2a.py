@@ -104,14 +104,20 @@ class A2A:
         """
         return Watch(self, on_error, every_s)
 
-    def close(self) -> None:
+    def close(self, alone: str = "") -> None:
         """End the object. Collective with a deadline; after a sticky error local. Closing twice is harmless.
 
         A `with` block that ends by an exception does not wait: it tells the peers, whose next wait raises PeerLeft.
         Memory that a peer or a living view can still reach stays mapped. Raises RendezvousTimeout.
+
+        alone  why the peers will not come, if that is known; empty: they will
         """
+        self._close(self.why_ended() or alone)
+
+    def why_ended(self) -> str:
+        """The sticky error of this rank in one line; empty while there is none. Local."""
         error = next(filter(None, (channel.error() for channel in self._channels)), None)
-        self._close(one_line(error) if error else "")
+        return one_line(error) if error else ""
 
     def __enter__(self) -> A2A:
         return self

@@ -56,8 +56,9 @@ class Ranks(list[A2A]):
         self._world = group
 
     def close(self) -> None:
-        """Close every rank's object. Collective for the world. Raises as `A2A.close`."""
-        self._world.run(lambda rank: self[rank.rank].close())
+        """Close every rank's object, those whose peers have ended for ever too. Raises RendezvousTimeout."""
+        ended = next(filter(None, (a2a.why_ended() for a2a in self)), "")
+        self._world.run(lambda rank: self[rank.rank].close(ended))
 
     def __enter__(self) -> Ranks:
         return self
@@ -104,8 +105,9 @@ def connect(config: Config, group: object | None = None, device: str | torch.dev
 def reserve(num_bytes: int, group: object | None = None, timeout_s: float = 300.0) -> None:
     """Initialise NVSHMEM over all ranks of a job and allocate a heap, from which later connections take their parts.
 
-    Collective; needed before `connect` of groups that are not all ranks. Without it the first `connect` initialises
-    NVSHMEM over its group. Memory that another library's NVSHMEM has is not touched. Does nothing on a CPU.
+    Collective; needed before `connect` of groups that are not all ranks. There is then no more than what was reserved;
+    without it the first `connect` initialises NVSHMEM over its group, and each allocates what it needs. Memory that
+    another library's NVSHMEM has is not touched. Does nothing on a CPU.
 
     num_bytes  of each rank, equal on all: the sum of `Config.bytes(R).region_bytes` of what will be connected at a time
     group      as for `connect`: all ranks that will ever take part

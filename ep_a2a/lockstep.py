@@ -56,6 +56,9 @@ class LockstepWorld(world.LocalWorld):
         ranks = [call[0].rank if isinstance(call[0], api.A2A) else None for call in calls]
         if ranks != list(range(len(calls))):
             raise ValueError(f"the calls are of ranks {ranks}: they must come by rank, each with its own A2A")
+        places = {call[0].group.connected_in for call in calls if isinstance(call[0].group, world.LocalRank)}
+        if len(places) != 1 or places.pop()[0] is not self._meeting:
+            raise ValueError("the A2A objects are not of one connection of this world")
         begins = [prepare(*call, **same) for call in calls]
         current = None if self.streams[0] is None else torch.cuda.current_stream(self.streams[0].device)
         pending = []

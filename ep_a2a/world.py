@@ -131,7 +131,13 @@ class LocalRank(BoardGroup):
 
     def __init__(self, meeting: _Meeting, rank: int, device: str | None) -> None:
         super().__init__(rank, meeting.size, f"local world of {meeting.size}", _LocalBoard(meeting, rank))
+        self._meeting = meeting
         self.device = device
+
+    @property
+    def connected_in(self) -> tuple[object, int | None]:
+        """What tells this connection of this world from all others."""
+        return self._meeting, self._number
 
     def gather_objects(self, value: Any, what: str, timeout_s: float) -> list[Any]:
         """`all_gather` for any object: the ranks share an address space, so nothing is copied. Collective."""

@@ -165,6 +165,7 @@ gpu_visible || die "no GPU is visible on this machine; launch/test.sh runs what 
 cd "$root"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=32
 export NVSHMEM_REMOTE_TRANSPORT=none # all ranks are on this host
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 # Open MPI only
 export NVSHMEM_DISABLE_NVLS=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 rm -rf "$reports"
 mkdir -p "$reports"

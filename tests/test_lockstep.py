@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -85,6 +87,11 @@ def test_calls_come_by_rank():
             world.dispatch(good[::-1])
         with pytest.raises(ValueError, match=r"the calls are of ranks \[0, None\]"):
             world.dispatch([good[0], ("a2a",)])
+        other = ep_a2a.local(2)
+        with ep_a2a.connect(case.config(), group=world) as again, ep_a2a.connect(case.config(), group=other) as others:
+            for mixed in ([good[0], calls_of(again, case, 0)[1]], calls_of(others, case, 0)):
+                with pytest.raises(ValueError, match="not of one connection of this world"):
+                    world.dispatch(mixed)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,17 @@ def test_bad_routing_is_told_by_the_rank_that_had_it():
         a2as[0].check()
         with pytest.raises(InvalidRouting, match="rank 1: token 0, position 0: expert 99"):
             a2as[1].check()
+
+
+def test_when_one_rank_has_ended_all_close():
+    case, world = Case(), ep_a2a.local(3)
+    a2as = ep_a2a.connect(case.config(timeout_s=0.2, first_timeout_s=0.2), group=world)
+    with pytest.raises(ep_a2a.PeerTimeout):
+        ep_a2a.dispatch(*calls_of(a2as, case, 0)[1])
+    started = time.monotonic()
+    a2as.close()
+    a2as.close()
+    assert time.monotonic() - started < 5
 
 
 def test_leaving_by_an_exception_ends_every_rank():

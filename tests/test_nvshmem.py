@@ -165,11 +165,11 @@ def _sub_groups():
 
 def test_sub_groups_take_parts_of_what_was_reserved():
     errors = spawn.run(_sub_groups, 4, launcher="store")
-    text = "SymmetricMemoryError: the group's ranks need 12288 bytes of NVSHMEM's heap each, free in one piece are"
-    assert errors[0] == f"{text} rank 0: 8192, rank 1: 8192; only a group of all 4 PEs can allocate more: " + (
-        "ep_a2a.reserve(bytes) on all of them, before"
+    text = "SymmetricMemoryError: each rank needs 12288 bytes of NVSHMEM's heap, free in one piece are"
+    assert errors[0] == f"{text} rank 0: 8192, rank 1: 8192: ep_a2a.reserve(16384 and as many more) on all 4 PEs, " + (
+        "before the first connect"
     )
-    assert errors[2].startswith(f"{text} rank 0: 4096, rank 1: 8192")
+    assert errors[2].startswith(f"{text} rank 0: 4096, rank 1: 8192: ")
 
 
 def _errors():

@@ -3,8 +3,8 @@
 1. Ranks compare what they see: packages, GPU, whether NVSHMEM is initialised, and by whom. If it is not, they
    initialise it over their group, which then has all processes (PEs) that it will ever have.
 2. NVSHMEM's own allocation is collective over all PEs and blocks, so it is done rarely: a heap of the size that
-   `reserve` or the first `connect` asks for, and another one where a group of all PEs asks for more. Heaps are never
-   freed, and NVSHMEM is never finalised: a rank may be dead by then.
+   `reserve` asks for, after which there is no more; without `reserve` each `connect` of all PEs that finds no room
+   allocates another. Heaps are never freed, and NVSHMEM is never finalised: a rank may be dead by then.
 3. A connection takes a part of a heap without a collective call. Ranks tell each other where theirs begins.
 
 Before each call of NVSHMEM in which all PEs have to meet, they meet here, with a deadline; if it then does not return,
@@ -69,6 +69,7 @@ class _Part:
 
 
 _heaps: list[_Heap] = []  # in the order of allocation, the same on all PEs
+_reserved_bytes = 0  # what `reserve` was asked for in all
 
 
 class NvshmemMemory(SymmetricMemory):
@@ -99,10 +100,12 @@ def reserve(group: Group, num_bytes: int, timeout_s: float, device: torch.device
 
     Collective over all PEs. Raises SymmetricMemoryError, RendezvousTimeout.
     """
+    global _reserved_bytes
     pes = _join(group, mapped_bytes(num_bytes), timeout_s, device)
     if not pes.are_all:
         raise SymmetricMemoryError(f"NVSHMEM has {pes.count} PEs, the group {group.size} ranks: reserve needs all PEs")
     _grow(group, mapped_bytes(num_bytes), timeout_s, device, pes)
+    _reserved_bytes += num_bytes
 
 
 def allocate(group: Group, bytes_per_rank: int, timeout_s: float, device: torch.device) -> NvshmemMemory:
@@ -115,12 +118,11 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float, device: torch.
     pes = _join(group, num_bytes, timeout_s, device)
     found = tell(group, "NVSHMEM, room", timeout_s, lambda: _find(num_bytes))
     if any(place is None for place, _ in found):
-        if not pes.are_all:
-            needed = f"the group's ranks need {num_bytes} bytes of NVSHMEM's heap each"
+        if _reserved_bytes or not pes.are_all:
             free = ", ".join(f"rank {r}: {free}" for r, (_, free) in enumerate(found))
             raise SymmetricMemoryError(
-                f"{needed}, free in one piece are {free}; only a group of all {pes.count} PEs can allocate more: "
-                f"ep_a2a.reserve(bytes) on all of them, before"
+                f"each rank needs {bytes_per_rank} bytes of NVSHMEM's heap, free in one piece are {free}: "
+                f"ep_a2a.reserve({_reserved_bytes} and as many more) on all {pes.count} PEs, before the first connect"
             )
         _grow(group, num_bytes, timeout_s, device, pes)
         found = [((len(_heaps) - 1, 0), 0)] * group.size
