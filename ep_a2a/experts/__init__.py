@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_a2a.experts import activations
 from ep_a2a.experts.activations import SILU, Activation
+from ep_a2a.experts.grouped import run_grouped
 from ep_a2a.experts.plain import INTERMEDIATES, OUTBOX_DTYPES, Received, run_plain
 from ep_a2a.experts.weights import ExpertWeights, GateOrder
 from ep_a2a.layout import BF16, Format
@@ -72,4 +73,5 @@ class LocalExperts:
         devices = (received.rows.device, outbox.device, self.weights.device)
         if len(set(devices)) > 1:
             raise ValueError("rows are on {}, the outbox on {}, the weights on {}: must be one".format(*devices))
-        run_plain(self.weights, self.first_expert, received, outbox, self.activation, self.intermediate)
+        run = run_grouped if outbox.is_cuda else run_plain
+        run(self.weights, self.first_expert, received, outbox, self.activation, self.intermediate)
