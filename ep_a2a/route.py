@@ -141,8 +141,8 @@ def _start(received: Received, experts: range | None = None) -> tuple[Channel, A
     experts, pairs = a2a.local_experts if experts is None else experts, ranks * tokens * top_k
     if len(experts) > _layout.MAX_ROUTE_EXPERTS or pairs > _layout.MAX_PAIRS:
         raise ValueError(
-            f"{len(experts)} experts on this rank and up to {pairs} pairs: at most {_layout.MAX_ROUTE_EXPERTS} experts and "
-            f"{_layout.MAX_PAIRS} pairs can be routed"
+            f"{len(experts)} experts on this rank and up to {pairs} pairs: at most {_layout.MAX_ROUTE_EXPERTS} experts "
+            f"and {_layout.MAX_PAIRS} pairs can be routed"
         )
     params = channel.route_params()
     params.first_expert, params.num_experts = experts.start, len(experts)
