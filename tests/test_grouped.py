@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ep_a2a
 from ep_a2a import Config, PeerTimeout, RoundError, StickyError, experts, route
-from ep_a2a.experts import ExpertWeights, GateOrder, LocalExperts, grouped
+from ep_a2a.experts import ExpertWeights, GateOrder, LocalExperts
 from ep_a2a.experts.activations import GELU_TANH, RELU2, SILU, Activation, swigluoai
 from ep_a2a.experts.grouped import run_grouped
 from ep_a2a.layout import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, PAYLOAD_FORMATS, Format
@@ -52,7 +52,6 @@ def _garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return memory[256 : 256 + num_bytes].view(dtype).reshape(shape)
 
     monkeypatch.setattr(route, "_empty", empty)
-    monkeypatch.setattr(grouped, "_empty", empty)
     yield
     torch.set_num_threads(num_threads)
     for memory, num_bytes in made:
@@ -391,9 +390,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(params)
 
     kept: list[Tensor] = []
-    for module in (route, grouped):
-        empty = module._empty
-        monkeypatch.setattr(module, "_empty", lambda *a, empty=empty: kept.append(empty(*a)) or kept[-1])
+    empty = route._empty
+    monkeypatch.setattr(route, "_empty", lambda *a: kept.append(empty(*a)) or kept[-1])
     monkeypatch.setattr(ep_a2a.channel.Channel, "experts", experts)
     return found
 

@@ -16,7 +16,6 @@ from ep_a2a.experts.activations import GELU_TANH, RELU2, SILU, Activation
 from ep_a2a.experts.weights import ExpertWeights, GateOrder
 from ep_a2a.layout import BF16, EXPERT_TILE_ROWS, Format
 from ep_a2a.received import Received
-from ep_a2a.route import _empty
 
 _CURVES = [SILU.curve, GELU_TANH.curve, RELU2.curve]  # in the order of enum Curve
 
@@ -47,7 +46,7 @@ def run_grouped(
     inner = weights.intermediate
     order = weights.gate_order if weights.num_matrices == 2 else GateOrder.GATE_FIRST
     dtype = torch.bfloat16 if intermediate == BF16 else torch.float32
-    values = _empty((groups.params.num_slots, inner), dtype, outbox.device)
+    values = route._empty((groups.params.num_slots, inner), dtype, outbox.device)
     tensors = {name: _dense(tensor) for name, tensor in weights.tensors().items()}
     params = native.ExpertsParams(
         coding=native.CODING.get(received.payload, 0),
