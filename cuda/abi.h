@@ -14,12 +14,14 @@ constexpr int kMaxRanks = 128;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxPlanes = 8;
 constexpr int kVectorBytes = 16;
+constexpr int kExpertTileRows = 8;  // slots that an expert's first product takes at a time
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
 enum Failure : uint32_t { kHealthy = 0, kPeerTimeout = 1, kChannelMisuse = 2, kRoundMismatch = 3, kPeerLeft = 4 };
 enum BadInput : uint32_t { kInvalidRouting = 0, kInvalidCount = 1, kCapacityExceeded = 2, kNumBadInputs = 3 };
 enum Number : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 enum Coding : uint32_t { kPlain = 0, kNvfp4 = 1, kMxfp4 = 2, kFp8 = 3, kMxfp8 = 4 };  // how values are encoded
+enum Curve : uint32_t { kSigmoid = 0, kGeluTanh = 1, kSquare = 2 };  // of an activation: x sigmoid(alpha x), ...
 
 // Memory of one rank and channel that no peer sees; at the start of the channel's state. Kernels of the channel's
 // stream order read and write it; the host writes the two deadlines only.
@@ -170,7 +172,7 @@ struct RouteParams {
   int32_t* topk_ids;         // ids: [num_ranks, max_tokens, top_k] global expert of this rank, else -1
   Channel channel;
   Plane planes[kMaxPlanes];
-  RowTarget targets[kMaxPlanes];
+  RowTarget targets[kMaxPlanes];  // the first one without rows: nothing is gathered
 };
 
 struct OrderParams {  // results of received rows from the rows of their pairs
@@ -187,6 +189,43 @@ struct OrderParams {  // results of received rows from the rows of their pairs
   const void* rows;           // [num_slots, hidden]
   void* to;                   // [num_ranks, max_tokens, to_row_bytes]: the rank's own outbox, or a place to encode from
   Channel channel;
+};
+
+// A matrix of each local expert in NVFP4 or MXFP4, two codes a byte, low nibble first; R rows of C columns.
+struct ExpertMatrix {
+  const uint8_t* codes;       // [num_experts, R, C / 2], on a multiple of 4 bytes
+  const uint8_t* scales;      // [num_experts, R, C / block]
+  const float* global_scale;  // [num_experts], or null
+  const void* bias;           // [num_experts, R], or null
+  uint32_t num_rows;
+  uint32_t num_columns;
+  uint32_t bias_number;  // enum Number
+  uint32_t reserved;
+};
+
+struct ExpertsParams {  // I = w2.num_columns, H = w2.num_rows
+  uint32_t struct_bytes;
+  uint32_t num_ctas;
+  uint32_t coding;               // enum Coding: of the payload
+  uint32_t number;               // enum Number: of a payload that is not encoded
+  uint32_t weights_coding;       // kNvfp4 or kMxfp4
+  uint32_t intermediate_coding;  // kPlain: bf16; kNvfp4 or kMxfp4: fp32, encoded and decoded in place
+  uint32_t curve;                // enum Curve
+  uint32_t num_matrices;         // 2: w13 holds gate and up, 1: one matrix
+  uint32_t gate_row;             // row of w13 that makes gate j: gate_row + j * row_step
+  uint32_t up_row;
+  uint32_t row_step;
+  uint32_t to_number;  // enum Number
+  float alpha;
+  float beta;
+  float limit;
+  uint32_t reserved;
+  void* intermediate;      // [route.num_slots, I]
+  void* to;                // results of received rows: [num_ranks, max_tokens, H]
+  uint64_t to_strides[3];  // in numbers
+  ExpertMatrix w13;
+  ExpertMatrix w2;
+  RouteParams route;  // with slots, as it was launched; groups are whole tiles of kExpertTileRows slots
 };
 
 struct QuantParams {
@@ -213,10 +252,11 @@ EP_A2A_API int ep_a2a_outbox_order(const OrderParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_route(const RouteParams* params, void* stream);
 EP_A2A_API int ep_a2a_route_ids(const RouteParams* params, void* stream);
+EP_A2A_API int ep_a2a_experts(const ExpertsParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
-EP_A2A_API int ep_a2a_load();  // every kernel onto the current GPU, so that no later launch has to wait for that
-EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"
+EP_A2A_API int ep_a2a_load();         // every kernel onto the current GPU, so that no later launch has to wait for that
+EP_A2A_API const char* ep_a2a_abi();  // one line a struct or field: "name size" or "name.field offset"
 EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 
 // Host build only: at every access to a flag wait up to `max_us`, in `permille` of the cases, by `seed`; 0 = off.

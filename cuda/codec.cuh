@@ -27,6 +27,20 @@ __device__ __forceinline__ float ld_value(const void* values, uint64_t index) {
   return kNumber == kBf16 ? bf16_to_float(bits) : fp16_to_float(bits);
 }
 
+template <Number kNumber>
+__device__ __forceinline__ void st_value(void* values, uint64_t index, float value) {
+  if constexpr (kNumber == kFp32) {
+    static_cast<float*>(values)[index] = value;
+  } else {
+    static_cast<uint16_t*>(values)[index] = kNumber == kBf16 ? float_to_bf16(value) : float_to_fp16(value);
+  }
+}
+
+__device__ __forceinline__ void st_number(uint32_t number, void* values, uint64_t index, float value) {
+  if (number == kBf16) return st_value<kBf16>(values, index, value);
+  return number == kFp16 ? st_value<kFp16>(values, index, value) : st_value<kFp32>(values, index, value);
+}
+
 __device__ __forceinline__ uint32_t magnitude_bits(float value) { return float_to_bits(value) & 0x7fffffffu; }
 
 __device__ __forceinline__ float fp32_scale(float amax, float largest_code) {
@@ -146,6 +160,31 @@ __device__ void encode_row_warp(const void* row, uint32_t hidden, float row_scal
     C::encode(values, amax, scale, row_scale, words);
     store(group, is_inside, words, scale);
   }
+}
+
+// Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer or an earlier kernel wrote.
+template <Number kNumber>
+__device__ __forceinline__ void ld_group(const char* row, uint32_t v, float (&values)[kGroup]) {
+  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
+#pragma unroll
+  for (int i = 0; i < kGroup / kPerVector; ++i) {
+    const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
+    unpack<kNumber>(vector, values + i * kPerVector);
+  }
+}
+// The same of an encoded row whose parts start at multiples of 4 bytes; `row_scale` is read if the coding has one.
+template <class C>
+__device__ __forceinline__ void ld_encoded(const char* codes, const char* scales, const char* row_scale, uint32_t v,
+                                           float (&values)[kGroup]) {
+  const auto word_at = [](const char* row, uint32_t index) {
+    return ld_word(reinterpret_cast<const uint32_t*>(row) + index);
+  };
+  uint32_t words[C::kCodeWords];
+#pragma unroll
+  for (int w = 0; w < C::kCodeWords; ++w) words[w] = word_at(codes, v * C::kCodeWords + w);
+  const uint32_t at = v / C::kBlockLanes * C::kScaleBytes, word = word_at(scales, at / 4);
+  const uint32_t scale = C::kScaleBytes == 4 ? word : word >> 8 * (at % 4) & 0xffu;
+  C::decode(words, scale, C::kRowScale ? bits_to_float(word_at(row_scale, 0)) : 1.0f, values);
 }
 
 // ---- from enums to types: f(Codec), f(NumberType) -----------------------------------------------------------------

@@ -15,10 +15,6 @@
 
 namespace {
 
-__device__ __forceinline__ bool row_is_valid(const Channel& c, uint32_t source, uint32_t token) {
-  return ld_word(bitmap_at(c, c.rank, source) + token / 32) >> token % 32 & 1;
-}
-
 // A CTA walks over (source, token) pairs and copies the rows that were received this round.
 __global__ void outbox_stage_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
@@ -127,16 +123,6 @@ __global__ void wait_kernel(const __grid_constant__ WaitParams p) {
   if (phase == kPhaseRelease && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
 }
 
-// Values [8 v, 8 v + 8) of a row as fp32, from memory that a peer or an earlier kernel wrote.
-template <Number kNumber>
-__device__ __forceinline__ void ld_group(const char* row, uint32_t v, float (&values)[kGroup]) {
-  constexpr int kPerVector = kVectorBytes / number_bytes(kNumber);
-#pragma unroll
-  for (int i = 0; i < kGroup / kPerVector; ++i) {
-    const Vector vector = ld_vector(row + (static_cast<uint64_t>(v) * (kGroup / kPerVector) + i) * kVectorBytes);
-    unpack<kNumber>(vector, values + i * kPerVector);
-  }
-}
 template <Number kNumber>
 struct PlainRow {
   static __device__ __forceinline__ void load(const OutboxParams&, const char* row, uint32_t v,
@@ -148,16 +134,7 @@ template <class C>
 struct EncodedRow {
   static __device__ __forceinline__ void load(const OutboxParams& p, const char* row, uint32_t v,
                                               float (&values)[kGroup]) {
-    uint32_t words[C::kCodeWords];
-#pragma unroll
-    for (int w = 0; w < C::kCodeWords; ++w)
-      words[w] = ld_word(reinterpret_cast<const uint32_t*>(row) + v * C::kCodeWords + w);
-    const uint32_t at = v / C::kBlockLanes * C::kScaleBytes;
-    const uint32_t word = ld_word(reinterpret_cast<const uint32_t*>(row + p.scales_offset) + at / 4);
-    const uint32_t scale = C::kScaleBytes == 4 ? word : word >> 8 * (at % 4) & 0xffu;
-    const float row_scale =
-        C::kRowScale ? bits_to_float(ld_word(reinterpret_cast<const uint32_t*>(row + p.row_scale_offset))) : 1.0f;
-    C::decode(words, scale, row_scale, values);
+    ld_encoded<C>(row, row + p.scales_offset, row + p.row_scale_offset, v, values);
   }
 };
 template <Number kNumber>

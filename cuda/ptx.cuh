@@ -80,6 +80,7 @@ __device__ __forceinline__ uint32_t float_to_bits(float value) { return __float_
 __device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float add_rn(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float mul_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 // The kernels of this library, a list that grows while it is loaded: `launch` is the only way to start one.
 struct KernelNode {
@@ -157,6 +158,8 @@ inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(valu
 inline float mul_rn(float a, float b) { return a * b; }
 inline float add_rn(float a, float b) { return a + b; }
 inline float div_rn(float a, float b) { return a / b; }
+// For sums whose bits may differ between the builds: rounded twice here, where one rounding can be a library call.
+inline float mul_add(float a, float b, float c) { return a * b + c; }
 
 template <auto kKernel, class Params>
 int launch(unsigned ctas, unsigned threads, size_t shared_bytes, void*, const Params& params) {

@@ -8,15 +8,6 @@ namespace {
 
 constexpr unsigned kWarpsPerCta = 4;
 
-template <Number kNumber>
-__device__ __forceinline__ void st_value(void* values, uint64_t index, float value) {
-  if constexpr (kNumber == kFp32) {
-    static_cast<float*>(values)[index] = value;
-  } else {
-    static_cast<uint16_t*>(values)[index] = kNumber == kBf16 ? float_to_bf16(value) : float_to_fp16(value);
-  }
-}
-
 template <class C, Number kNumber>
 __global__ void encode_kernel(const __grid_constant__ QuantParams p) {
   const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * kWarpsPerCta;

@@ -243,7 +243,8 @@ int ep_a2a_route(const RouteParams* p, void* stream) {
   if (!error) error = launch<route_scan_kernel>(p->num_experts ? p->num_experts : 1, kLanes, 0, stream, *p);
   if (error || !p->expert_offsets) return error;
   error = launch<route_scatter_kernel>(p->num_segments, kLanes, shared_bytes, stream, *p);
-  return error ? error : launch<route_gather_kernel>(p->num_ctas, p->num_threads, 0, stream, *p);
+  if (error || !p->targets[0].rows) return error;
+  return launch<route_gather_kernel>(p->num_ctas, p->num_threads, 0, stream, *p);
 }
 
 int ep_a2a_route_ids(const RouteParams* p, void* stream) {

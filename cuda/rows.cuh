@@ -69,6 +69,11 @@ __device__ __forceinline__ uint32_t* bitmap_at(const Channel& c, uint32_t owner,
   return reinterpret_cast<uint32_t*>(c.peers[owner] + c.bitmap_offset) + static_cast<uint64_t>(source) * c.bitmap_words;
 }
 
+// Whether a token below its source's count was received in this round.
+__device__ __forceinline__ bool row_is_valid(const Channel& c, uint32_t source, uint32_t token) {
+  return ld_word(bitmap_at(c, c.rank, source) + token / 32) >> token % 32 & 1;
+}
+
 // Calls f(rank) for every rank of a mask in ascending order.
 template <class F>
 __device__ __forceinline__ void each_rank(const uint32_t* mask, uint32_t mask_words, F f) {

@@ -9,6 +9,7 @@
 
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <ctime>
 #include <type_traits>

@@ -242,6 +242,11 @@ class Channel:
         params.num_ctas = self._num_ctas(params.num_slots)
         self._library.route(params, self._stream())
 
+    def experts(self, params: Any) -> None:
+        """Apply local experts to pairs that were grouped."""
+        params.num_ctas = self._num_ctas(params.route.num_slots)
+        self._library.experts(native.with_size(params), self._stream())
+
     def route_ids(self, params: Any) -> None:
         """Write the ids of this rank's experts."""
         self._library.route_ids(params, self._stream())

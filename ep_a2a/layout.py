@@ -287,6 +287,7 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
 MAX_SEGMENTS = 1024  # warps that number pairs; each takes a run of bitmap words
 MAX_ROUTE_EXPERTS = 8192  # of one rank: such a warp keeps a count for each in shared memory
 MAX_PAIRS = 2**31 - 1  # slots have 32-bit numbers
+EXPERT_TILE_ROWS = 8  # slots that an expert's first product takes at a time
 
 
 def route_segments(num_words: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,46 @@ class OrderParams(ctypes.Structure):
     ]
 
 
+class ExpertMatrix(ctypes.Structure):
+    _fields_ = [
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("global_scale", c_void_p),
+        ("bias", c_void_p),
+        ("num_rows", c_uint32),
+        ("num_columns", c_uint32),
+        ("bias_number", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class ExpertsParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("num_ctas", c_uint32),
+        ("coding", c_uint32),
+        ("number", c_uint32),
+        ("weights_coding", c_uint32),
+        ("intermediate_coding", c_uint32),
+        ("curve", c_uint32),
+        ("num_matrices", c_uint32),
+        ("gate_row", c_uint32),
+        ("up_row", c_uint32),
+        ("row_step", c_uint32),
+        ("to_number", c_uint32),
+        ("alpha", c_float),
+        ("beta", c_float),
+        ("limit", c_float),
+        ("reserved", c_uint32),
+        ("intermediate", c_void_p),
+        ("to", c_void_p),
+        ("to_strides", c_uint64 * 3),
+        ("w13", ExpertMatrix),
+        ("w2", ExpertMatrix),
+        ("route", RouteParams),
+    ]
+
+
 class QuantParams(ctypes.Structure):
     _fields_ = [
         ("struct_bytes", c_uint32),
@@ -248,6 +288,8 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     RowTarget,
     RouteParams,
     OrderParams,
+    ExpertMatrix,
+    ExpertsParams,
     QuantParams,
 )
 _LAUNCHERS = (
@@ -260,6 +302,7 @@ _LAUNCHERS = (
     "ep_a2a_combine_pull",
     "ep_a2a_route",
     "ep_a2a_route_ids",
+    "ep_a2a_experts",
     "ep_a2a_quant_encode",
     "ep_a2a_quant_decode",
 )
@@ -321,6 +364,7 @@ class Library:
     combine_pull: Callable[[OutboxParams, int], None]
     route: Callable[[RouteParams, int], None]
     route_ids: Callable[[RouteParams, int], None]
+    experts: Callable[[ExpertsParams, int], None]
     quant_encode: Callable[[QuantParams, int], None]
     quant_decode: Callable[[QuantParams, int], None]
 

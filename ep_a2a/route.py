@@ -59,6 +59,18 @@ class Pairs:
     order: Order
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Where the pairs of a round went, without their rows.
+
+    params   of the routing that was launched, for a kernel that goes on from there
+    tensors  that they point to, by their names there; keep them until that kernel is launched
+    """
+
+    params: Any
+    tensors: dict[str, Tensor]
+
+
 def topk_ids(received: Received) -> Tensor:
     """See `Received.topk_ids`."""
     channel, params = _start(received)
@@ -81,10 +93,7 @@ def compact(received: Received, pad_multiple: int, capacity: int | None) -> Pair
     """See `Received.compact`."""
     channel, params = _start(received)
     _check_int("pad_multiple", pad_multiple, 1, _layout.MAX_PAIRS)
-    ranks, tokens, top_k = received.ids.shape
-    most = _layout.most_slots(ranks * tokens, top_k, params.num_experts, pad_multiple)
-    if most > _layout.MAX_PAIRS:
-        raise ValueError(f"up to {most} slots could be needed, at most {_layout.MAX_PAIRS} can be numbered")
+    most = _most_slots(received, params, pad_multiple)
     capacity = most if capacity is None else capacity
     _check_int("capacity", capacity, 0, _layout.MAX_PAIRS)
     if capacity % pad_multiple:
@@ -105,60 +114,72 @@ def by_expert(received: Received, max_rows: int) -> Pairs:
     return _pairs(received, channel, params, (params.num_experts, max_rows))
 
 
-def _start(received: Received) -> tuple[Channel, Any]:
-    """The channel, if the rows are its open round's, and parameters that say where they lie."""
+def groups(received: Received, experts: range, pad_multiple: int) -> tuple[Channel, Groups]:
+    """Group the pairs of these experts into slots for any routing; no row is moved. Local, as `Received.compact`."""
+    channel, params = _start(received, experts)
+    params.pad_multiple = pad_multiple
+    tensors = _numbers(received, params, (_most_slots(received, params, pad_multiple),))
+    _route(channel, params, received.ids.device)
+    return channel, Groups(params, tensors)
+
+
+def _most_slots(received: Received, params: Any, pad_multiple: int) -> int:
+    ranks, tokens, top_k = received.ids.shape
+    most = _layout.most_slots(ranks * tokens, top_k, params.num_experts, pad_multiple)
+    if most > _layout.MAX_PAIRS:
+        raise ValueError(f"up to {most} slots could be needed, at most {_layout.MAX_PAIRS} can be numbered")
+    return most
+
+
+def _start(received: Received, experts: range | None = None) -> tuple[Channel, Any]:
+    """The channel, if the rows are its open round's, and parameters that say where they lie; None = all of the rank."""
     a2a = received._a2a
     a2a._check_alive()
     channel = a2a._channels[received._channel]
     channel.open_handle()
     ranks, tokens, top_k = received.ids.shape
-    experts, pairs = len(a2a.local_experts), ranks * tokens * top_k
-    if experts > _layout.MAX_ROUTE_EXPERTS or pairs > _layout.MAX_PAIRS:
+    experts, pairs = a2a.local_experts if experts is None else experts, ranks * tokens * top_k
+    if len(experts) > _layout.MAX_ROUTE_EXPERTS or pairs > _layout.MAX_PAIRS:
         raise ValueError(
-            f"{experts} experts on this rank and up to {pairs} pairs: at most {_layout.MAX_ROUTE_EXPERTS} experts and "
-            f"{_layout.MAX_PAIRS} pairs can be routed"
+            f"{len(experts)} experts on this rank and up to {pairs} pairs: at most {_layout.MAX_ROUTE_EXPERTS} experts "
+            f"and {_layout.MAX_PAIRS} pairs can be routed"
         )
-    return channel, channel.route_params()
+    params = channel.route_params()
+    params.first_expert, params.num_experts = experts.start, len(experts)
+    return channel, params
 
 
 def _pairs(received: Received, channel: Channel, params: Any, shape: tuple[int, ...]) -> Pairs:
-    device, num_slots = received.ids.device, shape[0] * (shape[1] if len(shape) > 1 else 1)
+    device = received.ids.device
 
-    def column(plane: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    def column(plane: Tensor | None) -> Tensor | None:
         """Room for a plane's rows, in slots."""
-        return None if plane is None else _empty((*shape, *plane.shape[2:]), dtype or plane.dtype, device)
-
-    def number(name: str, size: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
-        tensor = _empty(size, dtype, device)
-        setattr(params, name, tensor.data_ptr())
-        return tensor
+        return None if plane is None else _empty((*shape, *plane.shape[2:]), plane.dtype, device)
 
     columns = {"rows": column(received.rows), "scales": column(received.scales)}
     for target, rows in zip(params.targets, (rows for rows in columns.values() if rows is not None)):
         target.num_bytes = rows.shape[-1] * rows.dtype.itemsize
         target.rows, target.align_bytes = rows.data_ptr(), _layout.alignment(rows.data_ptr() | target.num_bytes)
-    experts = params.num_experts
-    order = Order(
-        handle=channel.open_handle(),
-        shape=shape,
-        pair_slots=number("pair_slots", tuple(received.ids.shape)),
-        weights=number("weights", shape, torch.float32),
-    )
-    has_scale = received.global_scale is not None
-    pairs = Pairs(
-        **columns,  # type: ignore[arg-type]
-        global_scale=number("global_scale", shape, torch.float32) if has_scale else None,
-        expert_offsets=number("expert_offsets", (experts + 1,)),
-        counts=number("counts", (experts,)),
-        row_index=number("row_index", shape),
-        k=number("k", shape),
-        weights=order.weights,
-        order=order,
-    )
-    params.num_slots = num_slots
     params.num_threads = _layout.copy_threads(max(target.num_bytes for target in params.targets))
+    global_scale = column(received.global_scale)
+    params.global_scale = None if global_scale is None else global_scale.data_ptr()
+    numbers = _numbers(received, params, shape)
+    order = Order(channel.open_handle(), shape, numbers.pop("pair_slots"), numbers["weights"])
     _route(channel, params, device)
-    return pairs
+    return Pairs(**columns, **numbers, global_scale=global_scale, order=order)  # type: ignore[arg-type]
+
+
+def _numbers(received: Received, params: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Room for what a routing says of slots of this shape, and parameters that point to it."""
+    sizes = {"pair_slots": tuple(received.ids.shape), "counts": (params.num_experts,), "row_index": shape, "k": shape}
+    sizes |= {"weights": shape, "expert_offsets": (params.num_experts + 1,)}
+    found = {}
+    for name, size in sizes.items():
+        dtype = torch.float32 if name == "weights" else torch.int32
+        found[name] = _empty(size, dtype, received.ids.device)
+        setattr(params, name, found[name].data_ptr())
+    params.num_slots = found["k"].numel()
+    return found
 
 
 def _route(channel: Channel, params: Any, device: torch.device) -> None:

@@ -27,6 +27,7 @@ def test_limits_that_stand_on_both_sides_are_equal():
         ("kMaxTopK", layout.MAX_TOP_K),
         ("kMaxPlanes", layout.MAX_PLANES),
         ("kVectorBytes", layout.VECTOR_BYTES),
+        ("kExpertTileRows", layout.EXPERT_TILE_ROWS),
     ):
         assert f"constexpr int {name} = {value};" in header
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_a2a.experts import activations
 from ep_a2a.experts.activations import SILU, Activation
+from ep_a2a.experts.grouped import run_grouped
 from ep_a2a.experts.plain import INTERMEDIATES, OUTBOX_DTYPES, Received, run_plain
 from ep_a2a.experts.weights import ExpertWeights, GateOrder
 from ep_a2a.layout import BF16, Format
@@ -55,12 +56,16 @@ class LocalExperts:
     def __call__(self, received: Received, outbox: Tensor) -> None:
         """Write into the outbox, for every valid row, the weighted sum over its local experts in ascending k.
 
-        Local; the same bits every run. Rows that are not valid are neither read nor written.
+        Local; the same bits every run. Rows that are not valid are neither read nor written. On a CPU in plain torch;
+        on a GPU by kernels, on the current stream, without synchronisation, so that a graph can hold them: see
+        `grouped` for their memory.
 
-        received  planes [num_ranks, max_tokens, ...]; ids that are not local are skipped, equal ids count twice
+        received  planes [num_ranks, max_tokens, ...]; ids that are not local are skipped, equal ids count twice. On a
+                  GPU it is what dispatch returned, of the round that is open
         outbox    [num_ranks, max_tokens, H] bfloat16, float16 or float32, strided or not
 
-        Raises TypeError for another outbox dtype, ValueError for shapes or devices that do not fit.
+        Raises TypeError for another outbox dtype, ValueError for shapes or devices that do not fit; on a GPU as
+        `grouped.run_grouped` too.
         """
         if outbox.dtype not in OUTBOX_DTYPES:
             raise TypeError(f"outbox is {outbox.dtype}: must be bfloat16, float16 or float32")
@@ -72,4 +77,5 @@ class LocalExperts:
         devices = (received.rows.device, outbox.device, self.weights.device)
         if len(set(devices)) > 1:
             raise ValueError("rows are on {}, the outbox on {}, the weights on {}: must be one".format(*devices))
-        run_plain(self.weights, self.first_expert, received, outbox, self.activation, self.intermediate)
+        run = run_grouped if outbox.is_cuda else run_plain
+        run(self.weights, self.first_expert, received, outbox, self.activation, self.intermediate)

@@ -110,7 +110,8 @@ def coding_error(fmt: Format, magnitude: Tensor) -> Tensor:
     Returns [..., H] float64; 0 where the magnitude is 0. Grows with every magnitude of a row.
     """
     block = fmt.columns[1].hidden_per_element
-    amax = magnitude.reshape(*magnitude.shape[:-1], -1, block).amax(dim=-1).repeat_interleave(block, dim=-1)
+    shape = *magnitude.shape[:-1], magnitude.shape[-1] // block, block
+    amax = magnitude.reshape(shape).amax(dim=-1).repeat_interleave(block, dim=-1)
     if fmt == NVFP4:
         g = (magnitude.amax(dim=-1, keepdim=True) / (E2M1_MAX * E4M3_MAX)).clamp(min=MIN_GLOBAL_SCALE)
         step = torch.maximum((17 / 16 * amax / E2M1_MAX + 2.0**-10 * g) / 4, 6 * 2.0**-10 * g)
