@@ -13,8 +13,8 @@ from typing import overload
 
 import torch
 
+from ep_a2a import abi, world
 from ep_a2a import layout as _layout
-from ep_a2a import native, world
 from ep_a2a.a2a import A2A, Watch
 from ep_a2a.arguments import DispatchInputs, Rows, check_tensor
 from ep_a2a.channel import Channel, Stage
@@ -134,7 +134,7 @@ class PendingDispatch:
         Collective, in the same order as other waits. Returns and raises as `dispatch`.
         """
         channel = _begun(self._handle, Stage.SENT, "dispatch")
-        channel.wait(native.PHASE_DISPATCH, Stage.OPEN)
+        channel.wait(abi.PHASE_DISPATCH, Stage.OPEN)
         return channel.received, self._handle
 
     def abandon(self) -> None:
@@ -220,7 +220,7 @@ class PendingCombine:
         channel = _begun(self._handle, Stage.ENDING, "combine")
         if self._stream != current_stream(self._out.device):
             self._out.record_stream(torch.cuda.current_stream(self._out.device))
-        channel.wait(native.PHASE_COMBINE, Stage.CLOSED)
+        channel.wait(abi.PHASE_COMBINE, Stage.CLOSED)
         channel.pull(self._out)
         channel.raise_if_known()
         return self._out
@@ -235,7 +235,7 @@ class PendingRelease:
     def wait(self) -> None:
         """Wait until all peers have released the round. Collective. Raises as `release`."""
         channel = _begun(self._handle, Stage.ENDING, "release")
-        channel.wait(native.PHASE_RELEASE, Stage.CLOSED)
+        channel.wait(abi.PHASE_RELEASE, Stage.CLOSED)
 
 
 def combine_begin(
@@ -266,7 +266,7 @@ def prepare_combine(
         rows = _check_order(handle, rows, order, hidden, a2a.device)
     elif rows is not None:
         shape = (a2a.num_ranks, a2a.config.max_tokens, hidden)
-        dtypes = tuple(native.NUMBER) if combined.is_encoded else (dtype,)
+        dtypes = tuple(abi.NUMBER) if combined.is_encoded else (dtype,)
         _check_vectors("rows", check_tensor("rows", rows, dtypes, shape, a2a.device))
     elif combined.is_encoded:
         raise TypeError(f"rows=None: {combined} outbox rows are encoded by combine: give it the results as rows=")
@@ -281,7 +281,7 @@ def prepare_combine(
             channel.stage_pairs(rows, order)
         elif rows is not None:
             channel.stage_rows(rows)
-        channel.signal_end(native.PHASE_COMBINE)
+        channel.signal_end(abi.PHASE_COMBINE)
         return PendingCombine(handle, out, current_stream(a2a.device))
 
     return begin
@@ -327,7 +327,7 @@ def prepare_release(a2a: A2A, handle: Handle) -> Callable[[], PendingRelease]:
     channel = _check_a2a(a2a)._channel_of(handle)
 
     def begin() -> PendingRelease:
-        channel.signal_end(native.PHASE_RELEASE)
+        channel.signal_end(abi.PHASE_RELEASE)
         return PendingRelease(handle)
 
     return begin
@@ -372,7 +372,7 @@ def _check_order(
         )
     if rows is None:
         raise ValueError(f"order needs rows [{', '.join(map(str, (*order.shape, hidden)))}], they are None")
-    _check_vectors("rows", check_tensor("rows", rows, tuple(native.NUMBER), (*order.shape, hidden), device))
+    _check_vectors("rows", check_tensor("rows", rows, tuple(abi.NUMBER), (*order.shape, hidden), device))
     return rows
 
 

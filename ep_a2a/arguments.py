@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ep_a2a import native
+from ep_a2a import abi
 from ep_a2a.config import Config
 from ep_a2a.layout import Layout, alignment
 from ep_a2a.quant import encode
@@ -101,7 +101,7 @@ class DispatchInputs:
             *(Source(tensor) for tensor in extra),
         ]
 
-    def fill(self, params: native.DispatchParams, layout: Layout) -> None:
+    def fill(self, params: abi.DispatchParams, layout: Layout) -> None:
         """Put the addresses of the inputs into the parameters of a launch."""
         params.num_rows = self.num_rows
         params.topk_ids = self.topk_ids.data_ptr()
@@ -140,7 +140,7 @@ def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) ->
     """The columns of rows that came encoded; rows in full precision are only checked."""
     payload = config.payload
     if isinstance(x, torch.Tensor):
-        return (check_tensor("x", x, tuple(native.NUMBER), (num_rows, config.hidden), device),), None
+        return (check_tensor("x", x, tuple(abi.NUMBER), (num_rows, config.hidden), device),), None
     if not payload.is_encoded:
         raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
     legal = sorted({len(payload.columns), len(payload.plane_names)})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_a2a import abi, native
 from ep_a2a import device as _device
 from ep_a2a import layout as _layout
-from ep_a2a import native
 from ep_a2a.arguments import DispatchInputs, unit_scale
 from ep_a2a.errors import EpError, RoundError, StickyError
 from ep_a2a.received import Handle, outbox_view, received_views
@@ -68,15 +68,15 @@ class Channel:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._a2a.device)
 
     def _start_state(self) -> None:
-        config, state = self._a2a.config, native.ChannelState()
-        state.bad_routing = native.NO_BAD_ROUTING
+        config, state = self._a2a.config, abi.ChannelState()
+        state.bad_routing = abi.NO_BAD_ROUTING
         state.timeout_ns = int(config.timeout_s * 1e9)
         state.first_timeout_ns = int(config.first_timeout_s * 1e9)
         self._state[: ctypes.sizeof(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
     def _make_params(self) -> None:
         a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
-        shared = native.Channel(
+        shared = abi.Channel(
             peers=self._peers.data_ptr(),
             state=self._state.data_ptr(),
             status=ctypes.addressof(self._status),
@@ -95,26 +95,26 @@ class Channel:
         )
 
         def params(struct: type[ctypes.Structure], **fields: Any) -> Any:
-            return native.with_size(struct(channel=shared, **fields))
+            return abi.with_size(struct(channel=shared, **fields))
 
         self._dispatch = params(
-            native.DispatchParams, num_planes=len(layout.planes), top_k=config.top_k, num_experts=config.num_experts
+            abi.DispatchParams, num_planes=len(layout.planes), top_k=config.top_k, num_experts=config.num_experts
         )
         for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
             slot.offset, slot.row_bytes = offset, plane.row_bytes
         for plane, source in zip(layout.planes, self._dispatch.sources):
             source.num_bytes = plane.source_bytes
         self._wait = {
-            phase: params(native.WaitParams, phase=phase)
-            for phase in (native.PHASE_DISPATCH, native.PHASE_COMBINE, native.PHASE_RELEASE)
+            phase: params(abi.WaitParams, phase=phase)
+            for phase in (abi.PHASE_DISPATCH, abi.PHASE_COMBINE, abi.PHASE_RELEASE)
         }
         self._outbox_params = params(
-            native.OutboxParams,
+            abi.OutboxParams,
             num_threads=_layout.copy_threads(layout.outbox_row.row_bytes),
             hidden=config.hidden,
             outbox_offset=layout.outbox_offset,
             outbox_row_bytes=layout.outbox_row.row_bytes,
-            coding=native.CODING.get(config.combine, 0),
+            coding=abi.CODING.get(config.combine, 0),
             scales_offset=layout.outbox_row.scales_offset,
             row_scale_offset=layout.outbox_row.row_scale_offset,
         )
@@ -123,14 +123,14 @@ class Channel:
     def _make_route_params(self, params: Callable[..., Any]) -> None:
         a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
         self._order = params(
-            native.OrderParams,
+            abi.OrderParams,
             num_threads=_layout.copy_threads(layout.outbox_row.row_bytes),
             hidden=config.hidden,
             top_k=config.top_k,
         )
         num_segments, words_per_segment = _layout.route_segments(a2a.num_ranks * layout.bitmap_words)
         self._route = params(
-            native.RouteParams,
+            abi.RouteParams,
             num_segments=num_segments,
             words_per_segment=words_per_segment,
             top_k=config.top_k,
@@ -223,19 +223,19 @@ class Channel:
         self._library.wait(self._wait[phase], self._stream())
         self.stage = then
         self._inputs = None
-        if phase != native.PHASE_COMBINE:  # a combine has yet to write its NaN rows
+        if phase != abi.PHASE_COMBINE:  # a combine has yet to write its NaN rows
             self.raise_if_known()
 
     def stage_rows(self, rows: torch.Tensor) -> None:
         """Copy or encode the valid ones of `rows` into the outbox."""
         self._outbox_params.rows = rows.data_ptr()
-        self._outbox_params.number = native.NUMBER[rows.dtype]
+        self._outbox_params.number = abi.NUMBER[rows.dtype]
         self._outbox_params.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
         self._library.outbox_stage(self._outbox_params, self._stream())
 
     def route_params(self) -> Any:
         """Parameters of a routing, to be completed: where the received rows lie."""
-        return native.RouteParams.from_buffer_copy(self._route)
+        return abi.RouteParams.from_buffer_copy(self._route)
 
     def route(self, params: Any) -> None:
         """Number the pairs of received rows and experts; with slots, fill those."""
@@ -245,7 +245,7 @@ class Channel:
     def experts(self, params: Any) -> None:
         """Apply local experts to pairs that were grouped."""
         params.num_ctas = self._num_ctas(params.route.num_slots)
-        self._library.experts(native.with_size(params), self._stream())
+        self._library.experts(abi.with_size(params), self._stream())
 
     def route_ids(self, params: Any) -> None:
         """Write the ids of this rank's experts."""
@@ -258,8 +258,8 @@ class Channel:
             shape = (self._a2a.num_ranks, self._a2a.config.max_tokens, self._a2a.config.hidden)
             to = rows.new_empty(shape, dtype=torch.float32)
         self._order.num_ctas = self._num_ctas(self._a2a.config.max_tokens)
-        self._order.rows, self._order.rows_number = rows.data_ptr(), native.NUMBER[rows.dtype]
-        self._order.to, self._order.to_number = to.data_ptr(), native.NUMBER[to.dtype]
+        self._order.rows, self._order.rows_number = rows.data_ptr(), abi.NUMBER[rows.dtype]
+        self._order.to, self._order.to_number = to.data_ptr(), abi.NUMBER[to.dtype]
         self._order.to_row_bytes = to.stride(1) * to.dtype.itemsize
         self._order.pair_slots = order.pair_slots.data_ptr()
         self._order.weights = order.weights.data_ptr()
@@ -274,12 +274,12 @@ class Channel:
 
     def leave(self) -> None:
         """Tell the peers that this rank comes no more."""
-        self._library.leave(self._wait[native.PHASE_DISPATCH], self._stream())
+        self._library.leave(self._wait[abi.PHASE_DISPATCH], self._stream())
 
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""
         self._outbox_params.out = out.data_ptr()
-        self._outbox_params.number = native.NUMBER[out.dtype]
+        self._outbox_params.number = abi.NUMBER[out.dtype]
         self._outbox_params.num_rows = out.shape[0]
         self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
         self._library.combine_pull(self._outbox_params, self._stream())

@@ -1,4 +1,4 @@
-"""The compiled library: loading it, the mirror of `cuda/abi.h`, and what a status record says in words.
+"""The compiled library: loading it, and what a status record says in words.
 
 Libraries are looked for in `EP_A2A_LIBRARY_DIR`, then beside this file (an installed package), then in `build/lib` of
 a checkout. `python -m ep_a2a.native` prints which one would be loaded.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import c_char_p, c_float, c_int, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ep_a2a import abi
 from ep_a2a.errors import (
     CapacityExceeded,
     ChannelMisuse,
@@ -27,271 +27,9 @@ from ep_a2a.errors import (
     RoundMismatch,
     StickyError,
 )
-from ep_a2a.layout import FP8, MAX_PLANES, MXFP4, MXFP8, NVFP4
 
-PHASE_DISPATCH, PHASE_COMBINE, PHASE_RELEASE = 1, 2, 3
-_PHASE = {PHASE_DISPATCH: "dispatch", PHASE_COMBINE: "combine", PHASE_RELEASE: "release"}
+_PHASE = {abi.PHASE_DISPATCH: "dispatch", abi.PHASE_COMBINE: "combine", abi.PHASE_RELEASE: "release"}
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH, _PEER_LEFT = 1, 2, 3, 4
-NUM_BAD_INPUTS = 3
-NUMBER = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-CODING = {NVFP4: 1, MXFP4: 2, FP8: 3, MXFP8: 4}  # 0 for the formats that are numbers as they are
-NO_BAD_ROUTING = 2**64 - 1
-
-# ---- the mirror of abi.h: what each field means stands there -----------------------------------------------------
-
-
-class ChannelState(ctypes.Structure):
-    _fields_ = [
-        ("half_rounds", c_uint64),
-        ("sticky", c_uint64),
-        ("bad_routing", c_uint64),
-        ("timeout_ns", c_uint64),
-        ("first_timeout_ns", c_uint64),
-        ("send_counter", c_uint32),
-        ("pull_counter", c_uint32),
-        ("num_tokens", c_int32),
-        ("reserved", c_uint8 * 76),
-    ]
-
-
-class Status(ctypes.Structure):
-    _fields_ = [
-        ("failure", c_uint32),
-        ("phase", c_uint32),
-        ("culprit", c_uint32),
-        ("late_in", c_uint32),
-        ("reported_by", c_uint32),
-        ("reserved", c_uint32),
-        ("epoch_wanted", c_uint64),
-        ("epoch_seen", c_uint64),
-        ("waited_ns", c_uint64),
-    ]
-
-
-class InputRecord(ctypes.Structure):
-    _fields_ = [
-        ("present", c_uint32),
-        ("token", c_int32),
-        ("position", c_int32),
-        ("value", c_int32),
-        ("limit", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
-class Channel(ctypes.Structure):
-    _fields_ = [
-        ("peers", c_void_p),
-        ("state", c_void_p),
-        ("status", c_void_p),
-        ("inputs", c_void_p),
-        ("rank", c_uint32),
-        ("num_ranks", c_uint32),
-        ("max_tokens", c_uint32),
-        ("bitmap_words", c_uint32),
-        ("mask_words", c_uint32),
-        ("reserved", c_uint32),
-        ("dispatch_flags_offset", c_uint64),
-        ("end_flags_offset", c_uint64),
-        ("abort_words_offset", c_uint64),
-        ("bitmap_offset", c_uint64),
-        ("source_counts_offset", c_uint64),
-        ("masks_offset", c_uint64),
-    ]
-
-
-class Plane(ctypes.Structure):
-    _fields_ = [
-        ("offset", c_uint64),
-        ("row_bytes", c_uint32),
-        ("first_thread", c_uint32),
-        ("num_threads", c_uint32),
-        ("reserved", c_uint32),
-    ]
-
-
-class RowSource(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_void_p),
-        ("tail", c_void_p),
-        ("num_bytes", c_uint32),
-        ("align_bytes", c_uint32),
-        ("tail_stride", c_uint32),
-        ("reserved", c_uint32),
-    ]
-
-
-class DispatchParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_planes", c_uint32),
-        ("num_rows", c_uint32),
-        ("top_k", c_uint32),
-        ("num_experts", c_uint32),
-        ("phased", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("topk_ids", c_void_p),
-        ("num_tokens", c_void_p),
-        ("channel", Channel),
-        ("planes", Plane * MAX_PLANES),
-        ("sources", RowSource * MAX_PLANES),
-    ]
-
-
-class WaitParams(ctypes.Structure):
-    _fields_ = [("struct_bytes", c_uint32), ("phase", c_uint32), ("channel", Channel)]
-
-
-class OutboxParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("hidden", c_uint32),
-        ("number", c_uint32),
-        ("num_rows", c_uint32),
-        ("outbox_offset", c_uint64),
-        ("outbox_row_bytes", c_uint32),
-        ("coding", c_uint32),
-        ("scales_offset", c_uint32),
-        ("row_scale_offset", c_uint32),
-        ("rows", c_void_p),
-        ("out", c_void_p),
-        ("channel", Channel),
-    ]
-
-
-class RowTarget(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_void_p),
-        ("num_bytes", c_uint32),
-        ("align_bytes", c_uint32),
-    ]
-
-
-class RouteParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_segments", c_uint32),
-        ("words_per_segment", c_uint32),
-        ("top_k", c_uint32),
-        ("first_expert", c_uint32),
-        ("num_experts", c_uint32),
-        ("ids_plane", c_uint32),
-        ("pad_multiple", c_uint32),
-        ("group_rows", c_uint32),
-        ("num_slots", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("segment_starts", c_void_p),
-        ("counter", c_void_p),
-        ("counts", c_void_p),
-        ("expert_offsets", c_void_p),
-        ("row_index", c_void_p),
-        ("k", c_void_p),
-        ("weights", c_void_p),
-        ("global_scale", c_void_p),
-        ("pair_slots", c_void_p),
-        ("topk_ids", c_void_p),
-        ("channel", Channel),
-        ("planes", Plane * MAX_PLANES),
-        ("targets", RowTarget * MAX_PLANES),
-    ]
-
-
-class OrderParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("hidden", c_uint32),
-        ("top_k", c_uint32),
-        ("rows_number", c_uint32),
-        ("to_number", c_uint32),
-        ("to_row_bytes", c_uint32),
-        ("pair_slots", c_void_p),
-        ("weights", c_void_p),
-        ("rows", c_void_p),
-        ("to", c_void_p),
-        ("channel", Channel),
-    ]
-
-
-class ExpertMatrix(ctypes.Structure):
-    _fields_ = [
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("global_scale", c_void_p),
-        ("bias", c_void_p),
-        ("num_rows", c_uint32),
-        ("num_columns", c_uint32),
-        ("bias_number", c_uint32),
-        ("reserved", c_uint32),
-    ]
-
-
-class ExpertsParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("coding", c_uint32),
-        ("number", c_uint32),
-        ("weights_coding", c_uint32),
-        ("intermediate_coding", c_uint32),
-        ("curve", c_uint32),
-        ("num_matrices", c_uint32),
-        ("gate_row", c_uint32),
-        ("up_row", c_uint32),
-        ("row_step", c_uint32),
-        ("to_number", c_uint32),
-        ("alpha", c_float),
-        ("beta", c_float),
-        ("limit", c_float),
-        ("reserved", c_uint32),
-        ("intermediate", c_void_p),
-        ("to", c_void_p),
-        ("to_strides", c_uint64 * 3),
-        ("w13", ExpertMatrix),
-        ("w2", ExpertMatrix),
-        ("route", RouteParams),
-    ]
-
-
-class QuantParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("number", c_uint32),
-        ("coding", c_uint32),
-        ("num_rows", c_uint32),
-        ("hidden", c_uint32),
-        ("given_scale", c_uint32),
-        ("scale_stride", c_uint32),
-        ("reserved", c_uint32),
-        ("values", c_void_p),
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("global_scale", c_void_p),
-    ]
-
-
-STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    ChannelState,
-    Status,
-    InputRecord,
-    Channel,
-    Plane,
-    RowSource,
-    DispatchParams,
-    WaitParams,
-    OutboxParams,
-    RowTarget,
-    RouteParams,
-    OrderParams,
-    ExpertMatrix,
-    ExpertsParams,
-    QuantParams,
-)
 _LAUNCHERS = (
     "ep_a2a_dispatch_send",
     "ep_a2a_wait",
@@ -306,22 +44,6 @@ _LAUNCHERS = (
     "ep_a2a_quant_encode",
     "ep_a2a_quant_decode",
 )
-
-
-def mirrored_abi() -> dict[str, int]:
-    """Size of every struct and offset of every field as Python has them, by the names that the library prints."""
-    found: dict[str, int] = {}
-    for struct in STRUCTS:
-        found[struct.__name__] = ctypes.sizeof(struct)
-        for name, *_ in struct._fields_:
-            found[f"{struct.__name__}.{name}"] = getattr(struct, name).offset
-    return found
-
-
-def with_size(params: ctypes.Structure) -> Any:
-    """`params` with its `struct_bytes` set."""
-    params.struct_bytes = ctypes.sizeof(params)
-    return params
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------
@@ -355,18 +77,18 @@ class Library:
         for name in _LAUNCHERS:
             setattr(self, name.removeprefix("ep_a2a_"), self._launcher(name))
 
-    dispatch_send: Callable[[DispatchParams, int], None]
-    wait: Callable[[WaitParams, int], None]
-    end_signal: Callable[[WaitParams, int], None]
-    leave: Callable[[WaitParams, int], None]
-    outbox_stage: Callable[[OutboxParams, int], None]
-    outbox_order: Callable[[OrderParams, int], None]
-    combine_pull: Callable[[OutboxParams, int], None]
-    route: Callable[[RouteParams, int], None]
-    route_ids: Callable[[RouteParams, int], None]
-    experts: Callable[[ExpertsParams, int], None]
-    quant_encode: Callable[[QuantParams, int], None]
-    quant_decode: Callable[[QuantParams, int], None]
+    dispatch_send: Callable[[abi.DispatchParams, int], None]
+    wait: Callable[[abi.WaitParams, int], None]
+    end_signal: Callable[[abi.WaitParams, int], None]
+    leave: Callable[[abi.WaitParams, int], None]
+    outbox_stage: Callable[[abi.OutboxParams, int], None]
+    outbox_order: Callable[[abi.OrderParams, int], None]
+    combine_pull: Callable[[abi.OutboxParams, int], None]
+    route: Callable[[abi.RouteParams, int], None]
+    route_ids: Callable[[abi.RouteParams, int], None]
+    experts: Callable[[abi.ExpertsParams, int], None]
+    quant_encode: Callable[[abi.QuantParams, int], None]
+    quant_decode: Callable[[abi.QuantParams, int], None]
 
     def abi(self) -> dict[str, int]:
         """Size of every struct and offset of every field, as compiled."""
@@ -398,7 +120,7 @@ class Library:
             raise EpError(f"{name}: {self._dll.ep_a2a_error_text(error).decode()} (error {error})")
 
     def _check_abi(self) -> None:
-        compiled, mirrored = self.abi(), mirrored_abi()
+        compiled, mirrored = self.abi(), abi.mirrored_abi()
         wrong = sorted(k for k in compiled.keys() | mirrored.keys() if compiled.get(k) != mirrored.get(k))
         if wrong:
             shown = ", ".join(f"{k}: {compiled.get(k)} compiled, {mirrored.get(k)} in Python" for k in wrong[:4])
@@ -419,7 +141,7 @@ def load(kind: str) -> Library:
 # ---- records as exceptions ---------------------------------------------------------------------------------------
 
 
-def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | None:
+def sticky_error(rank: int, status: abi.Status, channel: str = "") -> StickyError | None:
     """The exception that a status record stands for; None while the channel is healthy. `channel` names it."""
     if status.failure == 0:
         return None
@@ -428,12 +150,16 @@ def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | 
     who = "this rank" if status.culprit == rank else f"peer {status.culprit}"
     told = "" if status.reported_by == rank else f", reported by rank {status.reported_by}"
     if status.failure == _CHANNEL_MISUSE:
-        did = "dispatched on an open channel" if status.late_in == PHASE_DISPATCH else "ended a round that is not open"
+        did = (
+            "dispatched on an open channel"
+            if status.late_in == abi.PHASE_DISPATCH
+            else "ended a round that is not open"
+        )
         return ChannelMisuse(f"{me}: {who} {did} at epoch {epoch}{told}")
     if status.failure == _PEER_LEFT:
         return PeerLeft(f"{me}: {who} left with an exception before its {late_in} of epoch {epoch}")
     if status.failure == _ROUND_MISMATCH:
-        other = _phase(PHASE_RELEASE if status.late_in == PHASE_COMBINE else PHASE_COMBINE)
+        other = _phase(abi.PHASE_RELEASE if status.late_in == abi.PHASE_COMBINE else abi.PHASE_COMBINE)
         return RoundMismatch(
             f"{me}: rank {status.culprit} ended epoch {epoch} by {late_in}, rank {status.reported_by} by {other}"
         )
@@ -446,19 +172,19 @@ def sticky_error(rank: int, status: Status, channel: str = "") -> StickyError | 
     )
 
 
-HOST_RECORD_BYTES = ctypes.sizeof(Status) + NUM_BAD_INPUTS * ctypes.sizeof(InputRecord)
+HOST_RECORD_BYTES = ctypes.sizeof(abi.Status) + abi.NUM_BAD_INPUTS * ctypes.sizeof(abi.InputRecord)
 
 
-def host_records(address: int) -> tuple[Status, ctypes.Array[InputRecord]]:
+def host_records(address: int) -> tuple[abi.Status, ctypes.Array[abi.InputRecord]]:
     """A channel's status and its input records, in memory at `address` that starts as zeros."""
-    inputs = (InputRecord * NUM_BAD_INPUTS).from_address(address + ctypes.sizeof(Status))
-    return Status.from_address(address), inputs
+    inputs = (abi.InputRecord * abi.NUM_BAD_INPUTS).from_address(address + ctypes.sizeof(abi.Status))
+    return abi.Status.from_address(address), inputs
 
 
-def abort_status(word: int) -> Status:
+def abort_status(word: int) -> abi.Status:
     """What an abort word says (its bits: cuda/sync.cuh), as the record of a rank that was told."""
     late_in = word >> 20 & 0xF
-    return Status(
+    return abi.Status(
         failure=word & 0xF,
         phase=late_in,
         culprit=word >> 12 & 0xFF,
@@ -472,7 +198,7 @@ def _phase(number: int) -> str:
     return _PHASE.get(number, f"phase {number}")
 
 
-def take_input_error(rank: int, records: ctypes.Array[InputRecord]) -> EpError | None:
+def take_input_error(rank: int, records: ctypes.Array[abi.InputRecord]) -> EpError | None:
     """The first exception that the input records stand for, and that record cleared; None if there is none."""
     routing, count, overflow = records
     if routing.present:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ep_a2a import native
+from ep_a2a import abi, native
 from ep_a2a.device import current_stream
 from ep_a2a.layout import Format
 
@@ -55,7 +55,7 @@ def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = tor
     Returns  [..., H] in bf16, fp16 or fp32
     Raises   TypeError, ValueError
     """
-    if dtype not in native.NUMBER:
+    if dtype not in abi.NUMBER:
         raise TypeError(f"dtype is {dtype}: bfloat16, float16 or float32 can be decoded to")
     if len(planes) != len(fmt.plane_names):
         raise ValueError(f"{len(planes)} planes: {fmt} has {', '.join(fmt.plane_names)}")
@@ -124,7 +124,7 @@ def _check_is_tensor(name: str, value: object) -> None:
 
 def _check_values(values: torch.Tensor, fmt: Format) -> None:
     _check_is_tensor("values", values)
-    if values.dtype not in native.NUMBER:
+    if values.dtype not in abi.NUMBER:
         raise TypeError(f"values are {values.dtype}: bfloat16, float16 or float32 can be encoded")
     multiple = fmt.hidden_multiple
     if values.dim() == 0 or values.shape[-1] == 0 or values.shape[-1] % multiple:
@@ -133,10 +133,10 @@ def _check_values(values: torch.Tensor, fmt: Format) -> None:
         raise ValueError(f"values are strided {list(values.stride())}: they must be contiguous")
 
 
-def _params(values: torch.Tensor, planes: Sequence[torch.Tensor], fmt: Format) -> native.QuantParams:
-    params: native.QuantParams = native.with_size(native.QuantParams())
-    params.number = native.NUMBER[values.dtype]
-    params.coding = native.CODING[fmt]
+def _params(values: torch.Tensor, planes: Sequence[torch.Tensor], fmt: Format) -> abi.QuantParams:
+    params: abi.QuantParams = abi.with_size(abi.QuantParams())
+    params.number = abi.NUMBER[values.dtype]
+    params.coding = abi.CODING[fmt]
     params.num_rows = values.numel() // values.shape[-1] if values.numel() else 0
     params.hidden = values.shape[-1]
     params.values = values.data_ptr()

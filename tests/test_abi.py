@@ -9,18 +9,18 @@ import threading
 import pytest
 
 import ep_a2a
-from ep_a2a import layout, native
+from ep_a2a import abi, layout, native
 from ep_a2a.errors import EpError
 
 
 def test_every_size_and_offset_equals_the_mirror():
-    compiled, mirrored = native.load("host").abi(), native.mirrored_abi()
+    compiled, mirrored = native.load("host").abi(), abi.mirrored_abi()
     assert compiled == mirrored
     assert len(compiled) > 80
 
 
 def test_limits_that_stand_on_both_sides_are_equal():
-    assert ctypes.sizeof(native.ChannelState) == layout.STATE_HEADER_BYTES
+    assert ctypes.sizeof(abi.ChannelState) == layout.STATE_HEADER_BYTES
     header = (native.Path(__file__).parent.parent / "cuda" / "abi.h").read_text()
     for name, value in (
         ("kMaxRanks", layout.MAX_RANKS),
@@ -33,7 +33,7 @@ def test_limits_that_stand_on_both_sides_are_equal():
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    wrong = {**native.mirrored_abi(), "DispatchParams.channel": 72}
+    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 72}
     monkeypatch.setattr(native, "mirrored_abi", lambda: wrong)
     with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 48 compiled, 72 in Python"):
         native.Library(native.library_path("host"))

@@ -82,7 +82,7 @@ def test_calls_that_are_not_of_all_ranks(gpu_world):
         with pytest.raises(RoundError, match="open"):
             world.dispatch(entries)
         world.combine(ends)
-        with pytest.raises(RoundError, match="ended"):
+        with pytest.raises(RoundError, match="closed"):
             world.release(ends)
         good_round(world, a2as)
         good_round(other, others)

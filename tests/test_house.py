@@ -21,7 +21,7 @@ MAX_COMPANION_LINES = 2500  # the slow references, and the CPU's side of CUDA
 # A module may import from its own floor and from those below it. A name stands for all that is inside it.
 FLOORS = [
     ("config", "layout", "errors", "world", "rendezvous", "testing.nvfp4", "testing.formats"),
-    ("device", "symm", "native", "quant"),
+    ("abi", "device", "symm", "native", "quant"),
     ("api", "a2a", "lockstep", "arguments", "channel", "received", "route", "experts"),
     ("moe", "ops", "testing"),
     ("adapters", "demo", "report", "doctor", "trace", "__main__", ""),  # "" is `ep_a2a` itself

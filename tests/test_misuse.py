@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a import native
+from ep_a2a import abi
 
 RANKS = 5
 CONFIG = ep_a2a.Config(num_experts=8, top_k=2, hidden=32, max_tokens=4, timeout_s=20, first_timeout_s=20)
@@ -19,7 +19,7 @@ def send_again(a2a):
 def end_closed(a2a):
     """The end of a round on a channel that is closed, past the host's checks."""
     channel = a2a._channels[0]
-    channel._library.end_signal(channel._wait[native.PHASE_COMBINE], 0)
+    channel._library.end_signal(channel._wait[abi.PHASE_COMBINE], 0)
 
 
 def one_round(a2a):

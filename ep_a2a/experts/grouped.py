@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_a2a import native, route
+from ep_a2a import abi, route
 from ep_a2a.experts.activations import GELU_TANH, RELU2, SILU, Activation
 from ep_a2a.experts.weights import ExpertWeights, GateOrder
 from ep_a2a.layout import BF16, EXPERT_TILE_ROWS, Format
@@ -48,17 +48,17 @@ def run_grouped(
     dtype = torch.bfloat16 if intermediate == BF16 else torch.float32
     values = route._empty((groups.params.num_slots, inner), dtype, outbox.device)
     tensors = {name: _dense(tensor) for name, tensor in weights.tensors().items()}
-    params = native.ExpertsParams(
-        coding=native.CODING.get(received.payload, 0),
-        number=native.NUMBER.get(received.rows.dtype, 0),
-        weights_coding=native.CODING[weights.format],
-        intermediate_coding=native.CODING.get(intermediate, 0),
+    params = abi.ExpertsParams(
+        coding=abi.CODING.get(received.payload, 0),
+        number=abi.NUMBER.get(received.rows.dtype, 0),
+        weights_coding=abi.CODING[weights.format],
+        intermediate_coding=abi.CODING.get(intermediate, 0),
         curve=_CURVES.index(activation.curve),
         num_matrices=weights.num_matrices,
         gate_row=inner if order is GateOrder.UP_FIRST else 0,
         up_row={GateOrder.GATE_FIRST: inner, GateOrder.UP_FIRST: 0, GateOrder.INTERLEAVED: 1}[order],
         row_step=2 if order is GateOrder.INTERLEAVED else 1,
-        to_number=native.NUMBER[outbox.dtype],
+        to_number=abi.NUMBER[outbox.dtype],
         alpha=activation.alpha,
         beta=activation.beta,
         limit=activation.limit,
@@ -72,18 +72,18 @@ def run_grouped(
     channel.experts(params)
 
 
-def _matrix(tensors: dict[str, Tensor], name: str, bias_name: str) -> native.ExpertMatrix:
+def _matrix(tensors: dict[str, Tensor], name: str, bias_name: str) -> abi.ExpertMatrix:
     codes, bias = tensors[name], tensors.get(bias_name)
     found = (tensors.get(n) for n in (f"{name}_scales", f"{name}_global", bias_name))
     scales, global_scale, bias_at = (None if tensor is None else tensor.data_ptr() for tensor in found)
-    return native.ExpertMatrix(
+    return abi.ExpertMatrix(
         codes=codes.data_ptr(),
         scales=scales,
         global_scale=global_scale,
         bias=bias_at,
         num_rows=codes.shape[1],
         num_columns=codes.shape[2] * 2,
-        bias_number=0 if bias is None else native.NUMBER[bias.dtype],
+        bias_number=0 if bias is None else abi.NUMBER[bias.dtype],
     )
 
 

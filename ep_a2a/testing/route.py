@@ -102,7 +102,8 @@ def _fill(
 
     def fill(values: Tensor, empty: int) -> Tensor:
         out = torch.full((num_slots, *values.shape[1:]), empty, dtype=torch.float32).to(values.dtype)
-        out[slots] = values
+        bits = torch.uint8 if out.dtype.itemsize == 1 else out.dtype  # torch cannot put into all small dtypes
+        out.view(bits)[slots] = values.view(bits)
         return out.reshape(*shape, *values.shape[1:])
 
     planes = {name: plane.flatten(0, 1)[row] for name, plane in expected.planes.items() if name in _PAYLOAD}
