@@ -13,6 +13,7 @@ import torch
 from ep_a2a import device as _device
 from ep_a2a import layout as _layout
 from ep_a2a import native, symm, world
+from ep_a2a.arguments import DispatchSpec
 from ep_a2a.channel import Channel
 from ep_a2a.config import Config
 from ep_a2a.errors import ClosedError, ConfigMismatch, EpError, RoundError, StickyError
@@ -44,6 +45,7 @@ class A2A:
         self._side = torch.cuda.Stream(self.device) if on_gpu else None  # for what must not wait for the round
         with torch.inference_mode(False):  # views of memory that outlives such a block
             self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s, self.device)
+            self.spec = DispatchSpec(config, self.device)
             self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
         self.schedule = _layout.choose_schedule(self._memory.kind, self._split)
         if on_gpu:
@@ -176,7 +178,7 @@ class A2A:
     def _check_alive(self) -> None:
         self._check_open()
         for channel in self._channels:
-            if error := channel.error():
+            if channel.status.failure and (error := channel.error()):
                 raise error
 
     def _check_ready(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from ep_a2a import abi, world
 from ep_a2a import layout as _layout
 from ep_a2a.a2a import A2A, Watch
-from ep_a2a.arguments import DispatchInputs, Rows, check_tensor
+from ep_a2a.arguments import Rows, check_tensor
 from ep_a2a.channel import Channel, Stage
 from ep_a2a.config import Config
 from ep_a2a.device import choose, current_stream
@@ -122,7 +122,7 @@ def reserve(num_bytes: int, group: object | None = None, timeout_s: float = 300.
 # ---- dispatch ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class PendingDispatch:
     """A dispatch under way. `wait` once, or `abandon`."""
 
@@ -171,7 +171,7 @@ def prepare_dispatch(
     target = a2a._channel(channel)
     target.raise_input_error()
     target.expect_closed()
-    inputs = DispatchInputs(a2a.config, a2a.device, x, topk_ids, topk_weights, num_tokens, extra)
+    inputs = a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra)
     return lambda: PendingDispatch(target.send(inputs))
 
 
@@ -207,7 +207,7 @@ def dispatch(
 # ---- the end of a round ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class PendingCombine:
     """A combine under way. `wait` once."""
 
@@ -226,7 +226,7 @@ class PendingCombine:
         return self._out
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class PendingRelease:
     """A release under way. `wait` once."""
 

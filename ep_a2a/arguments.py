@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from ep_a2a import abi
 from ep_a2a.config import Config
-from ep_a2a.layout import Layout, alignment
-from ep_a2a.quant import encode
+from ep_a2a.quant import RowEncoder
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-class Source(NamedTuple):
-    """The tensor that fills a plane, and the fp32 word behind each of its rows."""
-
-    rows: torch.Tensor
-    tail: torch.Tensor | None = None
+_INT32, _FP32, _NUMBERS = (torch.int32,), (torch.float32,), tuple(abi.NUMBER)
 
 
 def check_tensor(
@@ -65,96 +58,108 @@ def _check_in_words(
 
 
 class DispatchInputs:
-    """Checked inputs of a dispatch, rows encoded where they came in full precision; keeps every tensor alive."""
+    """Checked inputs of a dispatch, as addresses, rows encoded where they came in full precision."""
+
+    __slots__ = ("ids", "num_rows", "num_tokens", "sources", "tail", "tail_stride", "tensors")
 
     def __init__(
+        self, num_rows: int, sources: list[int], ids: int, tail: int | None, tail_stride: int, num_tokens: int | None
+    ) -> None:
+        self.num_rows = num_rows
+        self.sources = sources  # of every plane
+        self.ids = ids
+        self.tail = tail  # fp32, behind the rows of ids
+        self.tail_stride = tail_stride  # 0: one for all
+        self.num_tokens = num_tokens  # int32, or None
+        self.tensors: tuple[object, ...] = ()  # that must live
+
+
+class DispatchSpec:
+    """What a dispatch takes, by its Config; made once, since checks come before every launch."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        payload = config.payload
+        self._config, self._device = config, device
+        self._columns = [
+            (f"x: {c.name}", (c.dtype,), config.hidden // c.hidden_per_element)
+            for c in (payload.columns if payload.is_encoded else ())
+        ]
+        self._extra = [(f"extra[{i}]", num_bytes) for i, num_bytes in enumerate(config.extra_planes)]
+        self._unit_scale = torch.ones((), dtype=torch.float32, device=device)  # never in a graph's memory
+        self._encoder = RowEncoder(payload, config.hidden, device) if payload.is_encoded else None
+
+    def check(
         self,
-        config: Config,
-        device: torch.device,
         x: Rows,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         num_tokens: torch.Tensor | None,
         extra: Sequence[torch.Tensor],
-    ) -> None:
+    ) -> DispatchInputs:
+        """The inputs, if all of them fit. Raises TypeError, ValueError."""
+        config, device = self._config, self._device
         first = x[0] if isinstance(x, tuple) and x else x
         rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() == 2 else "T"
-        self.topk_ids = check_tensor("topk_ids", topk_ids, (torch.int32,), (rows, config.top_k), device)
-        self.num_rows = topk_ids.shape[0]
-        if self.num_rows > config.max_tokens:
-            raise ValueError(f"{self.num_rows} tokens, but max_tokens={config.max_tokens}")
-        columns, scale = _check_rows(config, device, x, self.num_rows)
-        check_tensor("topk_weights", topk_weights, (torch.float32,), (self.num_rows, config.top_k), device)
+        check_tensor("topk_ids", topk_ids, _INT32, (rows, config.top_k), device)
+        num_rows = topk_ids.shape[0]
+        if num_rows > config.max_tokens:
+            raise ValueError(f"{num_rows} tokens, but max_tokens={config.max_tokens}")
+        scale: torch.Tensor | None = None
+        if isinstance(x, torch.Tensor):
+            check_tensor("x", x, _NUMBERS, (num_rows, config.hidden), device)
+        else:
+            x, scale = self._check_planes(x, num_rows)
+        check_tensor("topk_weights", topk_weights, _FP32, (num_rows, config.top_k), device)
+        if extra or self._extra:
+            self._check_extra(extra, num_rows)
+        if num_tokens is not None:
+            is_scalar = isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0
+            check_tensor("num_tokens", num_tokens, _INT32, () if is_scalar else (1,), device)
+        kept, planes = self._planes(x)  # perhaps the first launch, behind all checks
+        ids, tail = topk_ids.data_ptr(), scale.data_ptr() if scale is not None else None
+        tail_stride = scale.dim() if scale is not None else 1
+        if len(planes) > len(config.payload.columns):
+            tail = planes.pop()
+        planes += (ids, topk_weights.data_ptr(), *(tensor.data_ptr() for tensor in extra))
+        count = None if num_tokens is None else num_tokens.data_ptr()
+        inputs = DispatchInputs(num_rows, planes, ids, tail, tail_stride, count)
+        inputs.tensors = kept, topk_ids, topk_weights, scale, num_tokens, extra
+        return inputs
+
+    def _planes(self, x: Rows) -> tuple[object, list[int]]:
+        """What holds the planes of checked rows, and their addresses; last that of a global scale, if made here."""
+        if isinstance(x, tuple):
+            return x, [column.data_ptr() for column in x]
+        if self._encoder is not None:
+            return self._encoder(x)
+        rows = x.to(self._config.payload.columns[0].dtype)
+        return rows, [rows.data_ptr()]
+
+    def _check_planes(self, x: object, num_rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The columns of rows that came encoded, and their global scale."""
+        payload, device = self._config.payload, self._device
+        if not payload.is_encoded:
+            raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
+        num_columns = len(self._columns)
+        if not isinstance(x, tuple) or len(x) not in (num_columns, num_columns + payload.row_scale):
+            legal = sorted({num_columns, len(payload.plane_names)})
+            tuples = " or ".join(f"({', '.join(payload.plane_names[:n])})" for n in legal)
+            raise TypeError(f"x must be a tensor, or for {payload} {tuples}")
+        for tensor, (name, dtypes, width) in zip(x, self._columns):
+            check_tensor(name, tensor, dtypes, (num_rows, width), device)
+        if not payload.row_scale:
+            return x, None
+        scale = x[num_columns] if len(x) > num_columns else self._unit_scale
+        if isinstance(scale, torch.Tensor) and scale.dim() == 1 and num_rows != 1 and scale.numel() == 1:
+            scale = scale[0]
+        is_scalar = isinstance(scale, torch.Tensor) and scale.dim() == 0
+        check_tensor("x: global_scale", scale, _FP32, () if is_scalar else (num_rows,), device)
+        return x[:num_columns], scale
+
+    def _check_extra(self, extra: object, num_rows: int) -> None:
         if not isinstance(extra, (tuple, list)):
             raise TypeError(f"extra must be a tuple or list of tensors, not {type(extra).__name__}")
-        if len(extra) != len(config.extra_planes):
-            raise ValueError(f"{len(extra)} extra tensors, but extra_planes={config.extra_planes}")
-        for i, (tensor, num_bytes) in enumerate(zip(extra, config.extra_planes)):
-            check_tensor(f"extra[{i}]", tensor, (torch.uint8,), (self.num_rows, num_bytes), device)
-        self.num_tokens = _check_count(num_tokens, device)
-        if isinstance(x, torch.Tensor):  # the first launch, behind all checks
-            columns, scale = _encode(config, x)
-        self.sources = [
-            *(Source(column) for column in columns),
-            Source(topk_ids, tail=scale),
-            Source(topk_weights),
-            *(Source(tensor) for tensor in extra),
-        ]
-
-    def fill(self, params: abi.DispatchParams, layout: Layout) -> None:
-        """Put the addresses of the inputs into the parameters of a launch."""
-        params.num_rows = self.num_rows
-        params.topk_ids = self.topk_ids.data_ptr()
-        params.num_tokens = None if self.num_tokens is None else self.num_tokens.data_ptr()
-        for plane, source, slot in zip(layout.planes, self.sources, params.sources):
-            slot.rows = address = source.rows.data_ptr()
-            slot.align_bytes = alignment(address | plane.source_bytes)
-            if source.tail is not None:
-                slot.tail = source.tail.data_ptr()
-                slot.tail_stride = int(source.tail.dim() > 0)
-
-
-@cache
-def unit_scale(device: torch.device) -> torch.Tensor:
-    """The global scale of rows that come without one. Local; made when a channel is, never in a graph's memory."""
-    return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    if num_tokens is None:
-        return None
-    if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0:
-        return check_tensor("num_tokens", num_tokens, (torch.int32,), (), device)
-    return check_tensor("num_tokens", num_tokens, (torch.int32,), (1,), device)
-
-
-Payload = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]  # columns, and the global scale of the rows
-
-
-def _encode(config: Config, x: torch.Tensor) -> Payload:
-    planes = encode(x, config.payload)
-    return planes[: len(config.payload.columns)], planes[-1] if config.payload.row_scale else None
-
-
-def _check_rows(config: Config, device: torch.device, x: Rows, num_rows: int) -> Payload:
-    """The columns of rows that came encoded; rows in full precision are only checked."""
-    payload = config.payload
-    if isinstance(x, torch.Tensor):
-        return (check_tensor("x", x, tuple(abi.NUMBER), (num_rows, config.hidden), device),), None
-    if not payload.is_encoded:
-        raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
-    legal = sorted({len(payload.columns), len(payload.plane_names)})
-    if not isinstance(x, tuple) or len(x) not in legal:
-        tuples = " or ".join(f"({', '.join(payload.plane_names[:n])})" for n in legal)
-        raise TypeError(f"x must be a tensor, or for {payload} {tuples}")
-    columns = []
-    for tensor, column in zip(x, payload.columns):
-        width = config.hidden // column.hidden_per_element
-        columns.append(check_tensor(f"x: {column.name}", tensor, (column.dtype,), (num_rows, width), device))
-    if not payload.row_scale:
-        return tuple(columns), None
-    given = x[2] if len(x) == 3 else unit_scale(device)
-    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dim() == 1 and num_rows != 1:
-        given = given[0]
-    shape = () if isinstance(given, torch.Tensor) and given.dim() == 0 else (num_rows,)
-    return tuple(columns), check_tensor("x: global_scale", given, (torch.float32,), shape, device)
+        if len(extra) != len(self._extra):
+            raise ValueError(f"{len(extra)} extra tensors, but extra_planes={self._config.extra_planes}")
+        for tensor, (name, num_bytes) in zip(extra, self._extra):
+            check_tensor(name, tensor, (torch.uint8,), (num_rows, num_bytes), self._device)

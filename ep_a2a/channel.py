@@ -13,12 +13,12 @@ import torch
 from ep_a2a import abi, native
 from ep_a2a import device as _device
 from ep_a2a import layout as _layout
-from ep_a2a.arguments import DispatchInputs, unit_scale
 from ep_a2a.errors import EpError, RoundError, StickyError
 from ep_a2a.received import Handle, outbox_view, received_views
 
 if TYPE_CHECKING:
-    from ep_a2a.api import A2A
+    from ep_a2a.a2a import A2A
+    from ep_a2a.arguments import DispatchInputs
     from ep_a2a.route import Order
     from ep_a2a.symm import SymmetricMemory
 
@@ -52,9 +52,9 @@ class Channel:
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=a2a.device)
         self._kind = memory.kind
         self._turn = _device.turn(a2a.device)
-        unit_scale(a2a.device)
+        self._stream = self._turn.take  # the stream of an operation, behind the last one
         self._records = _device.host_memory(native.HOST_RECORD_BYTES, a2a.device)
-        self._status, self._inputs_seen = native.host_records(self._records.data_ptr())
+        self.status, self._inputs_seen = native.host_records(self._records.data_ptr())
         self.received = received_views(a2a, index, layout, config.payload, config.hidden, region, self._state)
         self.outbox = None if config.combine.is_encoded else outbox_view(layout, config.combine, config.hidden, region)
         self._start_state()
@@ -79,8 +79,8 @@ class Channel:
         shared = abi.Channel(
             peers=self._peers.data_ptr(),
             state=self._state.data_ptr(),
-            status=ctypes.addressof(self._status),
-            inputs=ctypes.addressof(self._inputs_seen),
+            status=ctypes.addressof(self.status),
+            inputs=ctypes.addressof(self._inputs_seen[0]),
             rank=a2a.rank,
             num_ranks=a2a.num_ranks,
             max_tokens=layout.max_tokens,
@@ -102,8 +102,10 @@ class Channel:
         )
         for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
             slot.offset, slot.row_bytes = offset, plane.row_bytes
-        for plane, source in zip(layout.planes, self._dispatch.sources):
-            source.num_bytes = plane.source_bytes
+        self._sources = list(zip(self._dispatch.sources, (plane.source_bytes for plane in layout.planes)))
+        for source, num_bytes in self._sources:
+            source.num_bytes = num_bytes
+        self._ids_source = self._dispatch.sources[len(config.payload.columns)]
         self._wait = {
             phase: params(abi.WaitParams, phase=phase)
             for phase in (abi.PHASE_DISPATCH, abi.PHASE_COMBINE, abi.PHASE_RELEASE)
@@ -152,9 +154,9 @@ class Channel:
 
     def error(self) -> StickyError | None:
         """Why this channel has ended for ever; None while it is healthy."""
-        if self._error is None and self._status.failure:
+        if self._error is None and self.status.failure:
             where = f" on channel {self.index}" if self._a2a.config.channels > 1 else ""
-            self._error = native.sticky_error(self._a2a.rank, self._status, where)
+            self._error = native.sticky_error(self._a2a.rank, self.status, where)
         return self._error
 
     def raise_input_error(self) -> None:
@@ -196,23 +198,28 @@ class Channel:
     def _num_ctas(self, num_items: int) -> int:
         return _layout.num_ctas(self._kind, num_items, self._a2a.config.num_sms)
 
-    def _stream(self) -> int:
-        return self._turn.take()
-
     def mark(self) -> None:
         """End an operation here, where the next one may come on another stream."""
         self._turn.mark()
 
     def send(self, inputs: DispatchInputs) -> Handle:
         """Send the rows of a new round."""
-        inputs.fill(self._dispatch, self._a2a.layout)
-        self._dispatch.num_ctas = self._num_ctas(inputs.num_rows)
+        params = self._dispatch
+        params.num_rows = inputs.num_rows
+        params.topk_ids = inputs.ids
+        params.num_tokens = inputs.num_tokens
+        for address, (source, num_bytes) in zip(inputs.sources, self._sources):
+            source.rows = address
+            source.align_bytes = _layout.alignment(address | num_bytes)
+        self._ids_source.tail = inputs.tail
+        self._ids_source.tail_stride = inputs.tail_stride
+        params.num_ctas = self._num_ctas(inputs.num_rows)
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
         self.stage = Stage.SENT  # first: an exception from a signal may come between any two lines
         try:
-            self._library.dispatch_send(self._dispatch, self._stream())
+            self._library.dispatch_send(params, self._stream())
         except EpError:
             self.stage = Stage.CLOSED
             raise
@@ -273,8 +280,8 @@ class Channel:
         self.stage = Stage.ENDING
 
     def leave(self) -> None:
-        """Tell the peers that this rank comes no more."""
-        self._library.leave(self._wait[abi.PHASE_DISPATCH], self._stream())
+        """Tell the peers that this rank comes no more; at once, as the last operation may be waiting for them."""
+        self._library.leave(self._wait[abi.PHASE_DISPATCH], _device.current_stream(self._a2a.device))
 
     def pull(self, out: torch.Tensor) -> None:
         """Add up the peers' rows into `out`."""

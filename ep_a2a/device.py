@@ -100,14 +100,14 @@ class GpuTurn(Turn):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._index = device, device.index
         self._event = torch.cuda.Event()
         self._last: int | None = None
         self._marked = False
         self._captured = False  # was the mark
 
     def take(self) -> int:
-        now = current_stream(self._device)
+        now: int = torch._C._cuda_getCurrentRawStream(self._index)
         if self._last != now and self._last is not None:
             self._join(self._last)
         self._last, self._marked = now, False

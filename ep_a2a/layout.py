@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import torch
@@ -88,6 +89,9 @@ class Format:
     def result_dtype(self) -> torch.dtype:
         """Of what combine returns."""
         return torch.bfloat16 if self.is_encoded else self.columns[0].dtype
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # enough, and quick: formats are keys of tables
 
     def __repr__(self) -> str:
         return self.name
@@ -282,6 +286,15 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
     )
 
 
+def stacked(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where arrays of these sizes in bytes start one behind the other, each on a vector, and where they end."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += round_up(size, VECTOR_BYTES)
+    return starts, end
+
+
 # ---- pairs of received rows and experts --------------------------------------------------------------------------
 
 MAX_SEGMENTS = 1024  # warps that number pairs; each takes a run of bitmap words
@@ -395,6 +408,7 @@ def copy_threads(row_bytes: int) -> int:
     return min(256, round_up(-(-row_bytes // VECTOR_BYTES), WARP_LANES))
 
 
+@lru_cache(maxsize=1 << 14)
 def num_ctas(kind: Kind, num_items: int, num_sms: int | None) -> int:
     """CTAs of a kernel whose CTAs walk over `num_items`; at least one, since the last one raises the flags."""
     return max(1, min(num_items, num_sms if num_sms is not None else MAX_CTAS[kind]))

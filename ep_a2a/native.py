@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -175,10 +175,10 @@ def sticky_error(rank: int, status: abi.Status, channel: str = "") -> StickyErro
 HOST_RECORD_BYTES = ctypes.sizeof(abi.Status) + abi.NUM_BAD_INPUTS * ctypes.sizeof(abi.InputRecord)
 
 
-def host_records(address: int) -> tuple[abi.Status, ctypes.Array[abi.InputRecord]]:
+def host_records(address: int) -> tuple[abi.Status, tuple[abi.InputRecord, ...]]:
     """A channel's status and its input records, in memory at `address` that starts as zeros."""
     inputs = (abi.InputRecord * abi.NUM_BAD_INPUTS).from_address(address + ctypes.sizeof(abi.Status))
-    return abi.Status.from_address(address), inputs
+    return abi.Status.from_address(address), tuple(inputs)
 
 
 def abort_status(word: int) -> abi.Status:
@@ -198,7 +198,7 @@ def _phase(number: int) -> str:
     return _PHASE.get(number, f"phase {number}")
 
 
-def take_input_error(rank: int, records: ctypes.Array[abi.InputRecord]) -> EpError | None:
+def take_input_error(rank: int, records: Sequence[abi.InputRecord]) -> EpError | None:
     """The first exception that the input records stand for, and that record cleared; None if there is none."""
     routing, count, overflow = records
     if routing.present:

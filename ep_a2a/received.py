@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ep_a2a.api import A2A
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Handle:
     """A round that was dispatched; `combine` or `release` takes it once."""
 

@@ -419,7 +419,7 @@ def assert_layer(
         rows = decode_planes(config, payload_planes(config, given))
         wanted = reference_moe(config, rows, own["ids"], own["weights"], weights.decoded, num_ranks)
     assert_within(out, wanted.out, wanted.likely_bound)
-    assert wanted.out.abs().max() > 0.1 or (own["ids"] < 0).all()
+    assert (wanted.out.abs() > 4 * wanted.likely_bound).any() or (own["ids"] < 0).all(), "zeros would be within bound"
 
 
 def layer(group: Any, case: Case, intermediate: int = 64) -> str:

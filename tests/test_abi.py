@@ -34,7 +34,7 @@ def test_limits_that_stand_on_both_sides_are_equal():
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 72}
-    monkeypatch.setattr(native, "mirrored_abi", lambda: wrong)
+    monkeypatch.setattr(abi, "mirrored_abi", lambda: wrong)
     with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 48 compiled, 72 in Python"):
         native.Library(native.library_path("host"))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ep_a2a import abi
 from ep_a2a import layout as _layout
-from ep_a2a import native
 from ep_a2a.config import Config
 from ep_a2a.layout import BF16, FP32, PhasedSplit
 
@@ -66,7 +66,7 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
     lay = _layout.layout(config, num_ranks)
     split = _layout.phased_split(config.payload, config.hidden, config.top_k, num_ranks, config.extra_planes)
     phased_threads = split.num_threads if isinstance(split, PhasedSplit) else 0
-    number = native.NUMBER[config.combine.columns[0].dtype]
+    number = abi.NUMBER[config.combine.columns[0].dtype]
     copy_threads = _layout.copy_threads(lay.outbox_row.row_bytes)
     lines: list[tuple[str | int, ...]] = [
         ("shape", num_ranks, config.num_experts, config.top_k, config.hidden, config.max_tokens, number),
