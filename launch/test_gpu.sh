@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests that need a GPU, on a machine that has one and asks no package registry:
 #
-#   bash launch/test_gpu.sh [--wheels FOLDER] [--lib FOLDER] [--commit HASH] [--out FILE] [--quick] [SUITE...]
+#   bash launch/test_gpu.sh [--wheels FOLDER] [--lib FOLDER] [--commit HASH] [--out FILE] [--quick] [--seconds N]
+#                           [SUITE...]
 #
 #   --wheels   packages that python3 lacks, as .whl files: installed into build/site-gpu
 #   --lib      libep_a2a_host.so and libep_a2a_cuda.so, perhaps litmus beside them: taken where they load on this GPU;
@@ -9,6 +10,7 @@
 #   --commit   of the rows that are written, where git cannot say
 #   --out      the rows: bench/results/h200_tests.json if not given
 #   --quick    what takes 3 minutes at most, in all; its rows are added to those that are there
+#   --seconds  how long all suites together may take; those that are cut off have failed
 #   SUITE      local, litmus, processes, sanitize, soak: only those
 #
 # Where 8 ranks are more than there are GPUs, `processes` runs under launch/mps.sh. Ends with 0 if every suite passed.
@@ -17,7 +19,7 @@
 # shellcheck source-path=SCRIPTDIR source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-readonly most_ranks=8 quick_s=180
+readonly most_ranks=8
 declare -A files=(
   [local]="tests/test_gpu_local.py tests/test_gpu_graphs.py tests/test_gpu_errors.py"
   [litmus]=tests/test_gpu_litmus.py
@@ -27,7 +29,7 @@ declare -A files=(
 )
 declare -A limit_s=([local]=300 [litmus]=120 [processes]=420 [sanitize]=420 [soak]=420)
 
-wheels="" lib="" quick="" marks="gpu" suites=() converter=() child="" reports=$root/build/gpu
+wheels="" lib="" quick="" all_s="" marks="gpu" suites=() converter=() child="" reports=$root/build/gpu
 
 options() {
   while (($#)); do
@@ -42,7 +44,12 @@ options() {
         converter+=("$1" "$2")
         shift
         ;;
-      --quick) quick=--quick marks="gpu and not slow" ;;
+      --quick) quick=--quick marks="gpu and not slow" all_s=180 ;;
+      --seconds)
+        [[ ${2:-} =~ ^[1-9][0-9]{0,4}$ ]] || die "--seconds ${2:-}: must be a number"
+        all_s=$2
+        shift
+        ;;
       *)
         [[ -n ${files[$1]:-} ]] || die "$1: neither an option nor a suite: local, litmus, processes, sanitize, soak"
         suites+=("$1")
@@ -129,10 +136,10 @@ interrupted() {
 
 run_suite() {
   local name=$1 seconds=${limit_s[$1]} code=0 start=$SECONDS runner=() gpus names out tee tries
-  if [[ -n $quick ]]; then
-    ((seconds <= quick_s - SECONDS)) || seconds=$((quick_s - SECONDS))
+  if [[ -n $all_s ]]; then
+    ((seconds <= all_s - SECONDS)) || seconds=$((all_s - SECONDS))
     if ((seconds < 5)); then
-      say "$name: not run, the $quick_s s of --quick are over"
+      say "$name: not run, the $all_s s for all are over"
       echo "124 0" >"$reports/$name.status"
       return
     fi

@@ -18,7 +18,6 @@ from tests.bodies import Case
 
 pytestmark = pytest.mark.gpu
 RANKS = (2, 3, 8, 16)
-SIZES = pytest.mark.parametrize("num_ranks", RANKS)
 NUMBERED = list(enumerate(cases.CASES.items()))[::3]  # the slow tests run all of them
 
 
@@ -27,7 +26,7 @@ NUMBERED = list(enumerate(cases.CASES.items()))[::3]  # the slow tests run all o
 
 @pytest.mark.parametrize(("index", "named"), NUMBERED, ids=[name for _, (name, _) in NUMBERED])
 def test_cases(run_local, index, named):
-    run_local(RANKS[index // 3 % 3], bodies.rounds, named[1])
+    run_local(RANKS[index // 3 % 4], bodies.rounds, named[1])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 16))])
@@ -38,9 +37,9 @@ def test_models(run_local, num_ranks, name):
 
 
 @pytest.mark.slow
-@SIZES
+@pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("name", cases.CASES)
-def test_all_cases_at_all_sizes(run_local, num_ranks, name):
+def test_all_cases(run_local, num_ranks, name):
     run_local(num_ranks, bodies.rounds, cases.CASES[name])
 
 

@@ -210,7 +210,7 @@ def _stops(late):
                 call("combine")
             torch.cuda.synchronize()
             a2a.check()
-            assert (call.out == 5 * group.size).all()
+            assert (call.out == 5 * min(group.size, 4)).all()  # each token goes to the owners of 4 experts
             if when == "combine":
                 call("dispatch")
                 torch.cuda.synchronize()
