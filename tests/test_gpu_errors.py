@@ -173,6 +173,39 @@ def test_a_late_rank(gpu_world, every_s):
         good_round(world, a2as)
 
 
+def leave(a2a):
+    """Leave the `with` block of one rank by an exception."""
+    a2a.__exit__(ZeroDivisionError, ZeroDivisionError("as planned"), None)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_leaving_by_an_exception_ends_waits_that_run(gpu_world, leaver):
+    """Ranks 0 and 2 wait on the device for rank 1; then rank 1 leaves, or rank 0, whose own wait ends too."""
+    world = gpu_world(3)
+    a2as = ep_a2a.connect(CASE.config(timeout_s=30.0), group=world)
+    good_round(world, a2as)
+    entries, streams = dispatch_of(a2as), [torch.cuda.Stream() for _ in a2as]
+    for rank in (0, 2):
+        streams[rank].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[rank]):
+            ep_a2a.dispatch(*entries[rank])
+    time.sleep(0.2)
+    started = time.monotonic()
+    leave(a2as[leaver])
+    for rank in (0, 2):
+        streams[rank].synchronize()
+    assert time.monotonic() - started < 5
+    for rank in {0, 2} - {leaver}:
+        with pytest.raises(ep_a2a.PeerLeft, match=rf"rank {rank}, dispatch: peer {leaver} left"):
+            a2as[rank].check()
+    if leaver == 0:
+        ep_a2a.dispatch(*entries[1])
+        torch.cuda.synchronize()
+        with pytest.raises(ep_a2a.PeerLeft, match="rank 1, dispatch: peer 0 left"):
+            a2as[1].check()
+    a2as.close()
+
+
 def test_a_watchdog_that_was_stopped_tells_nothing(gpu_world):
     world, told = gpu_world(2), []
     config = CASE.config(timeout_s=0.3)
