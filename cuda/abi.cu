@@ -23,6 +23,7 @@ constexpr Entry kEntries[] = {
     {FIELD(ChannelState, send_counter)},
     {FIELD(ChannelState, pull_counter)},
     {FIELD(ChannelState, num_tokens)},
+    {FIELD(ChannelState, num_failures)},
     {FIELD(ChannelState, reserved)},
     {STRUCT(Status)},
     {FIELD(Status, failure)},
@@ -242,4 +243,14 @@ int ep_a2a_load() {
   }
 #endif
   return 0;
+}
+
+uint64_t ep_a2a_capture_id([[maybe_unused]] void* stream) {
+  unsigned long long id = 0;
+#if defined(__CUDACC__)
+  cudaStreamCaptureStatus status;
+  const cudaError_t error = cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id);
+  if (error != cudaSuccess || status == cudaStreamCaptureStatusNone) id = 0;
+#endif
+  return id;
 }

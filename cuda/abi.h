@@ -34,7 +34,8 @@ struct ChannelState {
   uint32_t send_counter;      // CTAs of the running dispatch that are done
   uint32_t pull_counter;      // CTAs of the running combine that are done
   int32_t num_tokens;         // tokens of this rank in the open round
-  uint8_t reserved[76];
+  uint32_t num_failures;      // kernels that ended this channel; the first one writes the status
+  uint8_t reserved[72];
 };
 
 // Why a channel died. In host memory that the device can write; `failure` is stored last, and once.
@@ -256,6 +257,7 @@ EP_A2A_API int ep_a2a_experts(const ExpertsParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_load();         // every kernel onto the current GPU, so that no later launch has to wait for that
+EP_A2A_API uint64_t ep_a2a_capture_id(void* stream);  // of the capture that a stream is in; 0 = none
 EP_A2A_API const char* ep_a2a_abi();  // one line a struct or field: "name size" or "name.field offset"
 EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 

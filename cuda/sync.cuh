@@ -108,7 +108,7 @@ __device__ inline void fail_warp(const Channel& c, const Why& why) {
   if (threadIdx.x % kLanes == 0) {
     st_word(&c.state->sticky, word);
     Status* s = c.status;
-    if (ld_acquire_sys(&s->failure) == kHealthy) {
+    if (atom_add_acq_rel_gpu(&c.state->num_failures, 1) == 0) {  // `leave` may run beside a wait
       s->phase = why.phase;
       s->culprit = why.culprit;
       s->late_in = why.late_in;

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -42,15 +43,18 @@ class A2A:
         timeout_s = config.first_timeout_s
         self.device, self.library = _agree(config, group, device, timeout_s)
         on_gpu = self.device.type == "cuda"
-        self._side = torch.cuda.Stream(self.device) if on_gpu else None  # for what must not wait for the round
+        # For what must not wait for the round. Streams of torch are lent again and again: this kind holds no waits.
+        self._side = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
         with torch.inference_mode(False):  # views of memory that outlives such a block
             self._memory = symm.allocate(group, self.layout.region_bytes, timeout_s, self.device)
             self.spec = DispatchSpec(config, self.device)
             self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
+        if on_gpu:
+            _kept.update(self._channels)
         self.schedule = _layout.choose_schedule(self._memory.kind, self._split)
         if on_gpu:
             torch.cuda.synchronize(self.device)  # the region is zero before a peer writes there
-        group.barrier("connect", timeout_s)
+        group.barrier("connect", timeout_s)  # where this fails a peer may go on all the same: the memory stays
 
     @property
     def schedule(self) -> _layout.Schedule:
@@ -87,7 +91,7 @@ class A2A:
         from one combine call to the next. Raises ClosedError, ValueError, a sticky error.
         """
         self._check_alive()
-        return self._channel(channel).scratch
+        return self._channel(channel).scratch.detach()
 
     def check(self) -> None:
         """Raise what went wrong so far on the device. Local; no synchronisation, under a microsecond.
@@ -130,7 +134,7 @@ class A2A:
         if kind is None:
             self.close()
         elif not self._closed:
-            with _device.on(self._side):  # the current one may hold a wait for a peer
+            with suppress(EpError), _device.on(self._side):  # the current one may hold a wait for a peer
                 for channel in self._channels:
                     channel.leave()
             self._close(one_line(error) if error else kind.__name__)  # the peers may not be on their way to a close
@@ -156,15 +160,15 @@ class A2A:
         finally:
             self.group.leave(alone)
             self._memory.close(keep=not met)
-            if not met and self._side is not None:
-                _kept.extend(self._channels)  # their kernels may still run
+            if met:
+                _kept.difference_update(self._channels)
             self._channels = []  # their views would keep the memory
 
     def _peers_left(self) -> str | None:
         """What a peer wrote here when it ended a channel for ever, as then it closes alone; polled on the host."""
         for channel in self._channels:
             start = channel.index * self.layout.channel_bytes + self.layout.abort_words_offset
-            with _device.on(self._side):
+            with _device.on(self._side):  # perhaps in another thread
                 words = self._memory.region[start : start + 8 * self.num_ranks].view(torch.int64).tolist()
             for rank, word in enumerate(words):
                 if error := native.sticky_error(self.rank, native.abort_status(word)):
@@ -185,10 +189,7 @@ class A2A:
         """Raise what went wrong so far, and where torch's current device is not the one to launch on."""
         self._check_alive()
         if self._side is not None and not _device.is_current(self.device):
-            raise ValueError(
-                f"this A2A runs on {self.device}, torch's current device is cuda:{torch.cuda.current_device()}: "
-                f"torch.cuda.set_device, or `with torch.cuda.device(...)`"
-            )
+            _device.check_current(self.device, "this A2A runs")
 
     def _channel(self, index: int) -> Channel:
         if isinstance(index, bool) or not isinstance(index, int):
@@ -210,7 +211,7 @@ class A2A:
         return channel
 
 
-_kept: list[Channel] = []  # of connections that ended without their peers; until the process ends
+_kept: set[Channel] = set()  # on GPUs, whose kernels may run longer than an object lives, until all ranks have closed
 
 
 def _agree(
@@ -219,7 +220,10 @@ def _agree(
     """The device and its library, once all ranks have them and the same Config; else each rank says who differs."""
     library, problem, chosen = None, "", _device.CPU
     try:
-        chosen = _device.choose((group.device if isinstance(group, world.LocalRank) else None) or device)
+        home = group.device if isinstance(group, world.LocalRank) else None
+        chosen = _device.choose(home or device)
+        if home and device is not None and torch.device(device).type != chosen.type:
+            raise ValueError(f"device={str(device)!r}, but the local world is on {home!r}")
         library = native.load(native.library_kind(chosen))
         library.load_kernels()
     except (EpError, OSError, RuntimeError, ValueError) as error:

@@ -27,7 +27,8 @@ class ChannelState(ctypes.Structure):
         ("send_counter", c_uint32),
         ("pull_counter", c_uint32),
         ("num_tokens", c_int32),
-        ("reserved", c_uint8 * 76),
+        ("num_failures", c_uint32),
+        ("reserved", c_uint8 * 72),
     ]
 
 

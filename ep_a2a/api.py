@@ -90,6 +90,8 @@ def connect(config: Config, group: object | None = None, device: str | torch.dev
     if not isinstance(config, Config):
         raise TypeError(f"config must be an ep_a2a.Config, not {type(config).__name__}")
     if isinstance(group, world.LocalWorld):
+        if device is not None:
+            raise ValueError(f"device={str(device)!r}: the ranks of a local world are where that was made")
         return Ranks(group, group.run(lambda rank: connect(config, rank)))
     ranks = world.resolve(group)
     if not 1 <= ranks.size <= _layout.MAX_RANKS:
@@ -109,10 +111,12 @@ def reserve(num_bytes: int, group: object | None = None, timeout_s: float = 300.
     without it the first `connect` initialises NVSHMEM over its group, and each allocates what it needs. Memory that
     another library's NVSHMEM has is not touched. Does nothing on a CPU.
 
-    num_bytes  of each rank, equal on all: the sum of `Config.bytes(R).region_bytes` of what will be connected at a time
+    num_bytes  of each rank, equal on all: the sum of `Config.bytes(R).region_bytes` of what will be connected at a
+               time; more where connections come and go, as each takes one piece
     group      as for `connect`: all ranks that will ever take part
     timeout_s  how long each step waits for the other ranks, seconds
-    Raises     SymmetricMemoryError (what is missing: package, GPU, bytes), RendezvousTimeout, EpError, TypeError
+    Raises     SymmetricMemoryError (what is missing: package, GPU, bytes), RendezvousTimeout, EpError, TypeError,
+               ValueError
     """
     ranks, chosen = world.resolve(group), choose(None)
     if chosen.type == "cuda" and not isinstance(ranks, world.LocalRank):

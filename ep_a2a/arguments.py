@@ -110,7 +110,7 @@ class DispatchSpec:
         else:
             x, scale = self._check_planes(x, num_rows)
         check_tensor("topk_weights", topk_weights, _FP32, (num_rows, config.top_k), device)
-        if extra or self._extra:
+        if self._extra or not isinstance(extra, (tuple, list)) or extra:
             self._check_extra(extra, num_rows)
         if num_tokens is not None:
             is_scalar = isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0

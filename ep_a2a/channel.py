@@ -51,7 +51,7 @@ class Channel:
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=a2a.device)
         self._state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=a2a.device)
         self._kind = memory.kind
-        self._turn = _device.turn(a2a.device)
+        self._turn = _device.turn(a2a.device, a2a.library.capture_id)
         self._stream = self._turn.take  # the stream of an operation, behind the last one
         self._records = _device.host_memory(native.HOST_RECORD_BYTES, a2a.device)
         self.status, self._inputs_seen = native.host_records(self._records.data_ptr())
@@ -65,7 +65,8 @@ class Channel:
         """Rows [source rank, max_tokens, H] in bf16 for results that combine encodes."""
         config = self._a2a.config
         shape = self._a2a.num_ranks, config.max_tokens, config.hidden
-        return torch.empty(shape, dtype=torch.bfloat16, device=self._a2a.device)
+        with torch.inference_mode(False):  # it outlives such a block
+            return torch.empty(shape, dtype=torch.bfloat16, device=self._a2a.device)
 
     def _start_state(self) -> None:
         config, state = self._a2a.config, abi.ChannelState()
@@ -170,8 +171,8 @@ class Channel:
             raise error
 
     def expect_closed(self) -> None:
-        """Raise RoundError if a round is under way."""
-        if self.stage is not Stage.CLOSED:
+        """Raise RoundError if a round is under way; what was captured, perhaps in vain, is not under way here."""
+        if self.stage is not Stage.CLOSED and not self._turn.is_in_a_graph():
             raise RoundError(
                 f"channel {self.index} has a round (number {self._num_rounds - 1}) that is {self.stage.value}: "
                 f"combine or release it first, or use another of the {self._a2a.config.channels} channels"
@@ -214,12 +215,13 @@ class Channel:
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
         params.num_ctas = self._num_ctas(inputs.num_rows)
+        stream = self._stream()
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
         self.stage = Stage.SENT  # first: an exception from a signal may come between any two lines
         try:
-            self._library.dispatch_send(params, self._stream())
+            self._library.dispatch_send(params, stream)
         except EpError:
             self.stage = Stage.CLOSED
             raise
@@ -227,8 +229,13 @@ class Channel:
 
     def wait(self, phase: int, then: Stage) -> None:
         """Wait for all peers' flags of a phase."""
-        self._library.wait(self._wait[phase], self._stream())
-        self.stage = then
+        stream, before = self._stream(), self.stage
+        self.stage = then  # first: as in `send`
+        try:
+            self._library.wait(self._wait[phase], stream)
+        except EpError:
+            self.stage = before
+            raise
         self._inputs = None
         if phase != abi.PHASE_COMBINE:  # a combine has yet to write its NaN rows
             self.raise_if_known()

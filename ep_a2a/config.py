@@ -35,7 +35,7 @@ class Config:
                      adds up in fp32 and returns as bf16 (`testing.coding_error` bounds what that costs)
     extra_planes     bytes per token of up to four opaque extra planes
     channels         rounds that may be open at the same time
-    num_sms          upper bound on the CTAs of a kernel, None = the library's choice
+    num_sms          upper bound on the CTAs of a kernel that moves or computes rows, None = the library's choice
     timeout_s        how long a rank waits for its peers in a phase
     first_timeout_s  the same in the first round, and for each step of connect and close
     """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import os
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -82,6 +83,10 @@ class Turn(ABC):
     def mark(self) -> None:
         """End an operation here: what the stream gets later, the next operation does not wait for."""
 
+    @abstractmethod
+    def is_in_a_graph(self) -> bool:
+        """Was the last operation captured, in a capture that has ended? Nobody here knows whether it will ever run."""
+
 
 class CpuTurn(Turn):
     """A launch has run when it returns."""
@@ -92,47 +97,67 @@ class CpuTurn(Turn):
     def mark(self) -> None:
         pass
 
+    def is_in_a_graph(self) -> bool:
+        return False
+
 
 class GpuTurn(Turn):
     """Operations that follow each other on one stream cost nothing; a change of streams costs an event.
 
-    A graph is ordered by whoever launches it: operations that are captured never wait for those that are not.
+    A graph is ordered by whoever launches it: nothing waits for what was captured before, and what is captured does
+    not wait for what was not. A stream that an operation was on must live until the next operation.
+
+    capture_id  of a stream: what tells a capture that it is in from all others; 0 = none
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, capture_id: Callable[[int], int]) -> None:
         self._device, self._index = device, device.index
+        self._capture_id = capture_id
         self._event = torch.cuda.Event()
         self._last: int | None = None
+        self._capture = 0  # in which the last operation was
         self._marked = False
-        self._captured = False  # was the mark
 
     def take(self) -> int:
         now: int = torch._C._cuda_getCurrentRawStream(self._index)
         if self._last != now and self._last is not None:
-            self._join(self._last)
+            self._join(self._last, now)
         self._last, self._marked = now, False
+        self._capture = self._capture_id(now)  # by now a wait may have brought the stream into one
         return now
 
     def mark(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
-        self._marked, self._captured = True, torch.cuda.is_current_stream_capturing()
+        self._marked = True
 
-    def _join(self, last: int) -> None:
-        capturing = torch.cuda.is_current_stream_capturing()
+    def is_in_a_graph(self) -> bool:
+        return self._capture != 0 and self._last is not None and self._capture_id(self._last) != self._capture
+
+    def _join(self, last: int, now: int) -> None:
+        running = self._capture_id(last)
+        if self._capture:
+            if running != self._capture:
+                return  # that capture has ended
+        elif self._capture_id(now) or (running and not self._marked):
+            return  # one of them is in a capture, which began after all before it had run
         if not self._marked:
             default = torch.cuda.default_stream(self._device)
-            before = torch.cuda.ExternalStream(last, device=self._device) if last else default
-            with torch.cuda.stream(before):
-                self._captured = torch.cuda.is_current_stream_capturing()
-            if self._captured == capturing:
-                self._event.record(before)
-        if self._captured == capturing:
-            self._event.wait(torch.cuda.current_stream(self._device))
+            self._event.record(torch.cuda.ExternalStream(last, device=self._device) if last else default)
+        self._event.wait(torch.cuda.current_stream(self._device))
 
 
-def turn(device: torch.device) -> Turn:
+def turn(device: torch.device, capture_id: Callable[[int], int]) -> Turn:
     """For a channel whose operations run on `device`. Local."""
-    return GpuTurn(device) if device.type == "cuda" else CpuTurn()
+    return GpuTurn(device, capture_id) if device.type == "cuda" else CpuTurn()
+
+
+def check_current(device: torch.device, what: str) -> None:
+    """Raise ValueError where torch's current GPU is not the one that `what` is on: launches go to the current one."""
+    if device.type == "cuda" and not is_current(device):
+        raise ValueError(
+            f"{what} on {device}, torch's current device is cuda:{torch.cuda.current_device()}: "
+            f"torch.cuda.set_device, or `with torch.cuda.device(...)`"
+        )
 
 
 def is_current(device: torch.device) -> bool:
@@ -146,8 +171,15 @@ def current_stream(device: torch.device) -> int:
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """A `with` block in which `stream` is the current one; None changes nothing. Local."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    """A `with` block in which `stream`, and its GPU, are the current ones; None changes nothing. Local."""
+    return nullcontext() if stream is None else _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    # in a thread that has used no GPU yet, torch.cuda.stream alone would make a context on GPU 0 as it ends
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:

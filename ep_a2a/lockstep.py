@@ -61,19 +61,29 @@ class LockstepWorld(world.LocalWorld):
             raise ValueError("the A2A objects are not of one connection of this world")
         begins = [prepare(*call, **same) for call in calls]
         current = None if self.streams[0] is None else torch.cuda.current_stream(self.streams[0].device)
-        pending = []
-        for stream, begin in zip(self.streams, begins):
-            with _device.on(stream):
-                if stream is not None and current is not None:
-                    stream.wait_stream(current)
-                pending.append(begin())
-        results = []
-        for stream, one in zip(self.streams, pending):
-            with _device.on(stream):
-                results.append(one.wait())
-            if stream is not None and current is not None:
-                current.wait_stream(stream)
+        forked: list[torch.cuda.Stream] = []
+        try:
+            pending = []
+            for stream, begin in zip(self.streams, begins):
+                with _device.on(stream):
+                    if stream is not None and current is not None:
+                        stream.wait_stream(current)
+                        forked.append(stream)
+                    pending.append(begin())
+            results = []
+            for stream, one in zip(self.streams, pending):
+                with _device.on(stream):
+                    results.append(one.wait())
+        finally:
+            for stream in forked:  # after an exception too: what the current one lent is still in use there
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
         return results
+
+    def _enter(self, rank: int) -> None:
+        """In a thread of `run`: each rank calls on its own stream, where its waits hold up no other."""
+        if (stream := self.streams[rank]) is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
 
 
 def local(num_ranks: int, device: str = "cpu") -> LockstepWorld:

@@ -73,6 +73,9 @@ class Library:
             raise EpError(f"{path} is no library of this package: it has no ep_a2a_abi")
         self._dll.ep_a2a_abi.restype = c_char_p
         self._dll.ep_a2a_error_text.restype = c_char_p
+        self._dll.ep_a2a_capture_id.restype = c_uint64
+        self._dll.ep_a2a_capture_id.argtypes = [c_void_p]
+        self.capture_id: Callable[[int], int] = self._dll.ep_a2a_capture_id
         self._check_abi()
         for name in _LAUNCHERS:
             setattr(self, name.removeprefix("ep_a2a_"), self._launcher(name))
@@ -200,27 +203,31 @@ def _phase(number: int) -> str:
 
 def take_input_error(rank: int, records: Sequence[abi.InputRecord]) -> EpError | None:
     """The first exception that the input records stand for, and that record cleared; None if there is none."""
-    routing, count, overflow = records
-    if routing.present:
-        routing.present = 0
-        return InvalidRouting(
-            f"rank {rank}: token {routing.token}, position {routing.position}: expert {routing.value} is not in "
-            f"[-1, {routing.limit}); it was not routed there, everything else was delivered"
-        )
-    if count.present:
-        count.present = 0
-        return InvalidCount(
-            f"rank {rank}: num_tokens={count.value} on the device is not in [0, {count.limit}]; it was clamped"
-        )
-    if overflow.present:
-        overflow.present = 0
-        one = overflow.token >= 0
-        what = f"expert {overflow.token} has {overflow.value} pairs" if one else f"{overflow.value} slots are needed"
-        return CapacityExceeded(
-            f"rank {rank}: {what}, there was room for {overflow.limit}; give {'max_rows' if one else 'capacity'}="
-            f"{overflow.value} or more; the pairs that found no slot were dropped"
-        )
+    for kind, record in enumerate(records):
+        if record.present:
+            error = _input_error(rank, kind, record)
+            record.present = 0  # last: a kernel may write the next one now
+            return error
     return None
+
+
+def _input_error(rank: int, kind: int, found: abi.InputRecord) -> EpError:
+    """The exception of a record; `kind` as in enum BadInput."""
+    if kind == 0:
+        return InvalidRouting(
+            f"rank {rank}: token {found.token}, position {found.position}: expert {found.value} is not in "
+            f"[-1, {found.limit}); it was not routed there, everything else was delivered"
+        )
+    if kind == 1:
+        return InvalidCount(
+            f"rank {rank}: num_tokens={found.value} on the device is not in [0, {found.limit}]; it was clamped"
+        )
+    one = found.token >= 0
+    what = f"expert {found.token} has {found.value} pairs" if one else f"{found.value} slots are needed"
+    return CapacityExceeded(
+        f"rank {rank}: {what}, there was room for {found.limit}; give {'max_rows' if one else 'capacity'}="
+        f"{found.value} or more; the pairs that found no slot were dropped"
+    )
 
 
 if __name__ == "__main__":

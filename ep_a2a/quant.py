@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ep_a2a import abi, native
-from ep_a2a.device import current_stream
+from ep_a2a.device import check_current, current_stream
 from ep_a2a.layout import Format, stacked
 
 __all__ = ["decode", "encode", "swizzle_scales", "unswizzle_scales"]
@@ -101,6 +101,7 @@ def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = tor
             )
     if not fmt.is_encoded:
         return planes[0].to(dtype)
+    check_current(planes[0].device, "planes are")
     planes = [plane.contiguous() for plane in planes]
     values = planes[0].new_empty((*outer, hidden), dtype=dtype)
     native.load(native.library_kind(values.device)).quant_decode(
@@ -158,6 +159,7 @@ def _check_values(values: torch.Tensor, fmt: Format) -> None:
         raise ValueError(f"values are {list(values.shape)}: the last size must be a multiple of {multiple} for {fmt}")
     if not values.is_contiguous():
         raise ValueError(f"values are strided {list(values.stride())}: they must be contiguous")
+    check_current(values.device, "values are")
 
 
 def _params(values: torch.Tensor, planes: Sequence[torch.Tensor], fmt: Format) -> abi.QuantParams:

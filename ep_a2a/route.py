@@ -134,7 +134,7 @@ def _most_slots(received: Received, params: Any, pad_multiple: int) -> int:
 def _start(received: Received, experts: range | None = None) -> tuple[Channel, Any]:
     """The channel, if the rows are its open round's, and parameters that say where they lie; None = all of the rank."""
     a2a = received._a2a
-    a2a._check_alive()
+    a2a._check_ready()
     channel = a2a._channels[received._channel]
     channel.open_handle()
     ranks, tokens, top_k = received.ids.shape

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -193,8 +192,7 @@ class LocalWorld:
 
         def one(rank: LocalRank) -> None:
             try:
-                if self.device not in (None, "cpu"):
-                    torch.cuda.set_device(self.device)  # each thread has its own
+                self._enter(rank.rank)
                 results[rank.rank] = fn(rank, *args)
             except BaseException as error:  # SystemExit too: it is raised again in the caller's thread
                 errors.append((rank.rank, error))
@@ -219,6 +217,9 @@ class LocalWorld:
         if errors:
             _raise_first(errors)
         return results
+
+    def _enter(self, rank: int) -> None:
+        """What a rank's thread needs before it runs."""
 
     def __repr__(self) -> str:
         return f"LocalWorld({len(self.ranks)}, {self.device!r})"

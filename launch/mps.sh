@@ -133,6 +133,7 @@ start_daemon
 export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / ranks_per_gpu))
 unset CUDA_DEVICE_MAX_CONNECTIONS # a GPU has not as many queues as 32 of each process: later ones would not start
 
+[[ ! -t 0 ]] || exec </dev/null # in the background a command that reads a terminal would stop
 set -m # the command gets a process group, and signals as from a shell
 "$@" <&0 &
 command_pid=$!

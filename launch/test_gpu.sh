@@ -21,7 +21,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 readonly most_ranks=8
 declare -A files=(
-  [local]="tests/test_gpu_local.py tests/test_gpu_graphs.py tests/test_gpu_errors.py"
+  [local]="tests/test_gpu_streams.py tests/test_gpu_errors.py tests/test_gpu_graphs.py tests/test_gpu_local.py"
   [litmus]=tests/test_gpu_litmus.py
   [processes]=tests/test_gpu_processes.py
   [sanitize]=tests/test_gpu_sanitize.py
@@ -41,7 +41,7 @@ options() {
         ;;
       --commit | --out)
         [[ -n ${2:-} ]] || die "$1: a value is missing"
-        converter+=("$1" "$2")
+        if [[ $1 == --out ]]; then converter+=("$1" "$(realpath -m "$2")"); else converter+=("$1" "$2"); fi
         shift
         ;;
       --quick) quick=--quick marks="gpu and not slow" all_s=180 ;;
@@ -145,7 +145,7 @@ run_suite() {
     fi
   fi
   if [[ $name == processes ]]; then
-    gpus=$(nvidia-smi -L | grep -c '^GPU')
+    gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     runner=(bash launch/mps.sh --ranks-per-gpu $(((most_ranks + gpus - 1) / gpus)) --)
   fi
   read -ra names <<<"${files[$name]}"

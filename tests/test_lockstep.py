@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ep_a2a
-from ep_a2a import BF16, FP8, NVFP4, InvalidRouting, PeerLeft, RoundError
+from ep_a2a import BF16, FP8, NVFP4, InvalidRouting, PeerLeft, RoundError, lockstep, native
 from ep_a2a.testing import assert_same_bits
 from tests import bodies
 from tests.bodies import Case
@@ -150,6 +152,101 @@ def test_leaving_by_an_exception_ends_every_rank():
     for a2a in a2as:
         with pytest.raises(ep_a2a.ClosedError):
             a2a.check()
+
+
+def test_leaving_where_the_device_does_not_answer():
+    """The error of the block comes out, not that of telling the peers."""
+    a2a = ep_a2a.connect(Case().config(), device="cpu")
+
+    def fail(*_):
+        raise ep_a2a.EpError("ep_a2a_leave: an illegal memory access was encountered (error 700)")
+
+    a2a._channels[0]._library = SimpleNamespace(leave=fail)
+    with pytest.raises(ZeroDivisionError), a2a:
+        raise ZeroDivisionError
+    with pytest.raises(ep_a2a.ClosedError):
+        a2a.check()
+
+
+def test_streams_join_after_an_exception(monkeypatch):
+    """What the current stream lent is in use until the ranks' streams have ended."""
+    world, joined = ep_a2a.local(2), []
+
+    class Stream:
+        device = None
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            joined.append((other.name, self.name))
+
+    class Pending:
+        def wait(self):
+            raise KeyboardInterrupt
+
+    with ep_a2a.connect(Case().config(), group=world) as a2as, monkeypatch.context() as patched:
+        patched.setattr(world, "streams", [Stream(0), Stream(1)])
+        patched.setattr(torch.cuda, "current_stream", lambda _: Stream("current"))
+        patched.setattr(lockstep._device, "on", lambda _: nullcontext())
+        with pytest.raises(KeyboardInterrupt):
+            world._together(lambda a2a: Pending, [(a2a,) for a2a in a2as])
+    assert joined == [("current", 0), ("current", 1), (0, "current"), (1, "current")]
+
+
+def test_a_wait_that_was_interrupted_is_not_repeated():
+    """Ctrl-C is raised as the kernel returns: the round has ended, and the next one can follow."""
+    with ep_a2a.connect(Case().config(timeout_s=1.0), device="cpu") as a2a:
+        x, own = bodies.make_inputs(Case(), 0, 0, 1)
+        channel, library = a2a._channels[0], a2a.library
+
+        def wait(*args):
+            library.wait(*args)
+            raise KeyboardInterrupt
+
+        _, handle = ep_a2a.dispatch(a2a, x, own["ids"], own["weights"])
+        pending = ep_a2a.release_begin(a2a, handle)
+        channel._library = SimpleNamespace(wait=wait)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        channel._library = library
+        with pytest.raises(RoundError, match="was waited for already"):
+            pending.wait()
+        ep_a2a.release(a2a, ep_a2a.dispatch(a2a, x, own["ids"], own["weights"])[1])
+        a2a.check()
+
+
+def test_scratch_is_ordinary_memory():
+    """Whatever mode it is first asked for in, and whatever was written into it."""
+    with ep_a2a.connect(Case(combine=FP8).config(), device="cpu") as a2a:
+        with torch.inference_mode():
+            a2a.scratch()
+        a2a.scratch()[0] = torch.ones(1, requires_grad=True)
+        assert not a2a.scratch().requires_grad
+
+
+def test_extra_planes_are_a_tuple_or_a_list():
+    with ep_a2a.connect(Case().config(), device="cpu") as a2a:
+        x, own = bodies.make_inputs(Case(), 0, 0, 1)
+        with pytest.raises(TypeError, match="extra must be a tuple or list of tensors, not Tensor"):
+            ep_a2a.dispatch(a2a, x, own["ids"], own["weights"], extra=torch.zeros(3, 4, dtype=torch.uint8))
+
+
+def test_an_input_record_is_read_before_it_is_cleared():
+    order = []
+
+    class Record:
+        def __getattr__(self, name):
+            order.append(("read", name))
+            return 1
+
+        def __setattr__(self, name, value):
+            order.append(("written", name))
+
+    for found in range(3):
+        order.clear()
+        native.take_input_error(0, [SimpleNamespace(present=0)] * found + [Record()])
+        assert order[0] == ("read", "present") and order[-1] == ("written", "present")
 
 
 def test_a_watch_tells_once():

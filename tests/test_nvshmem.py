@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ep_a2a import world
-from ep_a2a.errors import EpError, SymmetricMemoryError
+from ep_a2a.errors import EpError, RendezvousTimeout, SymmetricMemoryError
 from ep_a2a.symm import nvshmem
 from tests import spawn
 
@@ -32,8 +33,9 @@ def heaps(monkeypatch):
 
 
 def take(num_bytes):
-    (index, first), _ = nvshmem._find(num_bytes)
-    return nvshmem._Part(nvshmem._heaps[index], first, num_bytes)
+    part, _ = nvshmem._take(-(-num_bytes // PAGE) * PAGE, num_bytes)
+    part.kept = False
+    return part
 
 
 def address(part):
@@ -47,12 +49,11 @@ def test_parts_fill_the_first_gap(heaps):
     assert address(take(PAGE)) == 1 << 41, "the first heap is full"
     del second
     assert address(take(2 * PAGE)) == (1 << 40) + 3 * PAGE, "what was given back is taken again"
-    assert nvshmem._find(17 * PAGE) == (None, 16 * PAGE)
+    assert nvshmem._take(17 * PAGE, 17 * PAGE) == (None, (-1, 0, 16 * PAGE))
 
 
-def test_a_kept_part_is_never_given_back(heaps):
-    part = take(8 * PAGE)
-    part.kept = True
+def test_a_part_is_given_back_only_where_that_is_said(heaps):
+    part, _ = nvshmem._take(8 * PAGE, 8 * PAGE)
     del part
     assert heaps[0].taken == [(0, 8 * PAGE)]
     assert list(heaps[0].gaps()) == []
@@ -131,6 +132,7 @@ def _rounds_of_connections():
     first = nvshmem.allocate(group, 3 * PAGE, 20, GPU)
     assert first.kind == "nvlink"
     assert first.bases == [(1 << 44) + (peer << 44) for peer in range(group.size)]
+    first.part.kept = False  # as `close` says
     second = nvshmem.allocate(group, 2 * PAGE, 20, GPU)
     assert second.bases[0] == (1 << 44) + 3 * PAGE, "the first heap is full: a second one"
     del first
@@ -154,6 +156,7 @@ def _sub_groups():
     half = world.resolve([dist.new_group([0, 1]), dist.new_group([2, 3])][whole.rank // 2])
     if whole.rank == 2:
         keep = nvshmem._Part(nvshmem._heaps[0], 0, PAGE)  # so ranks 2 and 3 get other offsets
+        keep.kept = False
     memory = nvshmem.allocate(half, 2 * PAGE, 20, GPU)
     pes = [0, 1] if whole.rank < 2 else [2, 3]
     assert memory.bases == [(1 << 44) + (pe << 44) + (PAGE if pe == 2 else 0) for pe in pes]
@@ -197,6 +200,42 @@ def test_errors_are_told_on_every_rank():
         assert "GPU GPU-0 of" in reach
         assert "does not reach the memory of rank 2, GPU GPU-2 of" in reach
         assert "the ranks are PEs [0, 0, 0] of [3]" in foreign
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_allocation_counts_however_it_ends(monkeypatch, late):
+    """So that heaps have the same numbers on all PEs: this one does not hear how the others fared, or has no memory."""
+    bases = iter([1 << 44, 0, 1 << 45])
+    monkeypatch.setattr(nvshmem, "_heaps", [])
+    monkeypatch.setattr(nvshmem, "tell", lambda group, what, timeout_s, step: [step()] * 2)
+    monkeypatch.setattr(nvshmem, "_library", lambda: SimpleNamespace(nvshmem_malloc=lambda _: next(bases)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+
+    def gather(payload, *_):
+        if late:
+            raise RendezvousTimeout("late")
+        return [payload] * 2
+
+    group = SimpleNamespace(rank=0, size=2, all_gather=gather)
+    for _ in range(3):
+        error_of(nvshmem._grow, group, PAGE, 1, GPU, nvshmem._Pes([0, 1], 2, ["a", "b"]))
+    found = [(heap.base, heap.num_bytes) for heap in nvshmem._heaps]
+    assert found == [(1 << 44, PAGE), (0, 0), (1 << 45, PAGE)]
+
+
+def test_two_threads_take_two_parts(heaps):
+    start, parts = threading.Barrier(8), []
+
+    def work():
+        start.wait(20)
+        parts.append(take(2 * PAGE))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({address(part) for part in parts}) == 8
 
 
 def test_a_call_that_hangs_ends_the_process_with_a_sentence():

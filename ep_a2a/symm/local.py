@@ -30,6 +30,8 @@ class LocalMemory(SymmetricMemory):
         self.base = self.peer_bases[rank]
         self._rank = rank
         self._regions: list[torch.Tensor] | None = regions
+        if self.kind == "gpu":
+            _kept[id(self)] = regions
 
     @property
     def region(self) -> torch.Tensor:
@@ -38,12 +40,12 @@ class LocalMemory(SymmetricMemory):
         return self._regions[self._rank]
 
     def close(self, keep: bool = False) -> None:
-        if keep and self._regions is not None and self.kind == "gpu":
-            _kept.append(self._regions)  # kernels may still come
-        self._regions = None  # on a CPU, kept or not, the regions stay until every rank has come here
+        if not keep:
+            _kept.pop(id(self), None)
+        self._regions = None  # the regions stay until every rank has come here
 
 
-_kept: list[list[torch.Tensor]] = []  # until the process ends
+_kept: dict[int, list[torch.Tensor]] = {}  # on a GPU, where kernels may come later than an object lives
 
 
 def allocate(group: LocalRank, bytes_per_rank: int, timeout_s: float, device: torch.device) -> LocalMemory:

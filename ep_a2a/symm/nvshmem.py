@@ -51,10 +51,10 @@ class _Heap:
 
 
 class _Part:
-    """A part of a heap, as an array; given back when the last tensor on it is gone, unless it is kept."""
+    """A part of a heap, as an array; given back when the last tensor on it is gone, if it is not `kept` by then."""
 
     def __init__(self, heap: _Heap, first: int, num_bytes: int) -> None:
-        self._heap, self._span, self.kept = heap, (first, first + round_up(num_bytes, REGION_ALIGN_BYTES)), False
+        self._heap, self._span, self.kept = heap, (first, first + round_up(num_bytes, REGION_ALIGN_BYTES)), True
         heap.taken = sorted([*heap.taken, self._span])
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -68,7 +68,8 @@ class _Part:
             self._heap.taken.remove(self._span)
 
 
-_heaps: list[_Heap] = []  # in the order of allocation, the same on all PEs
+_heaps: list[_Heap] = []  # in the order of allocation, which is collective: the same on all PEs
+_taking = threading.Lock()
 _reserved_bytes = 0  # what `reserve` was asked for in all
 
 
@@ -81,7 +82,10 @@ class NvshmemMemory(SymmetricMemory):
         self.peer_bases = tuple(bases)
         self.base = self.peer_bases[rank]
         self._part: _Part | None = part
-        self._region: torch.Tensor | None = torch.as_tensor(part, device=torch.cuda.current_device()).zero_()
+        self._region: torch.Tensor | None = torch.as_tensor(part, device=torch.cuda.current_device())
+        if self._region.data_ptr() != self.base:
+            raise SymmetricMemoryError("NVSHMEM was initialised by others on a GPU that is not torch's current one")
+        self._region.zero_()
 
     @property
     def region(self) -> torch.Tensor:
@@ -90,8 +94,8 @@ class NvshmemMemory(SymmetricMemory):
         return self._region
 
     def close(self, keep: bool = False) -> None:
-        if self._part is not None and keep:
-            self._part.kept = True
+        if self._part is not None and not keep:
+            self._part.kept = False  # all ranks have come to their end: no peer writes there any more
         self._part = self._region = None
 
 
@@ -116,23 +120,23 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float, device: torch.
     """
     num_bytes = mapped_bytes(bytes_per_rank)
     pes = _join(group, num_bytes, timeout_s, device)
-    found = tell(group, "NVSHMEM, room", timeout_s, lambda: _find(num_bytes))
-    if any(place is None for place, _ in found):
-        if _reserved_bytes or not pes.are_all:
-            free = ", ".join(f"rank {r}: {free}" for r, (_, free) in enumerate(found))
-            raise SymmetricMemoryError(
-                f"each rank needs {bytes_per_rank} bytes of NVSHMEM's heap, free in one piece are {free}: "
-                f"ep_a2a.reserve({_reserved_bytes} and as many more) on all {pes.count} PEs, before the first connect"
-            )
+    part, found = _take_all(group, num_bytes, bytes_per_rank, timeout_s)
+    if part is None and (_reserved_bytes or not pes.are_all):
+        free = ", ".join(f"rank {r}: {longest}" for r, (_, _, longest) in enumerate(found))
+        raise SymmetricMemoryError(
+            f"each rank needs {bytes_per_rank} bytes of NVSHMEM's heap, free in one piece are {free}: "
+            f"ep_a2a.reserve({_reserved_bytes} and as many more) on all {pes.count} PEs, before the first connect"
+        )
+    if part is None:
         _grow(group, num_bytes, timeout_s, device, pes)
-        found = [((len(_heaps) - 1, 0), 0)] * group.size
-    (index, first), _ = found[group.rank]
-    part = _Part(_heaps[index], first, bytes_per_rank)
+        part, found = _take_all(group, num_bytes, bytes_per_rank, timeout_s)
+    if part is None:
+        raise SymmetricMemoryError(f"another thread took the {num_bytes} bytes: one connect at a time on a GPU")
 
     def reach() -> list[int]:
         library = _library()
         bases = []
-        for rank, ((peer_index, peer_first), _) in enumerate(found):
+        for rank, (peer_index, peer_first, _) in enumerate(found):
             address = library.nvshmem_ptr(_heaps[peer_index].base, pes.of_rank[rank])
             if not address:
                 raise SymmetricMemoryError(
@@ -142,7 +146,11 @@ def allocate(group: Group, bytes_per_rank: int, timeout_s: float, device: torch.
             bases.append(address + peer_first)
         return bases
 
-    bases = tell(group, "NVSHMEM, peers", timeout_s, reach)[group.rank]
+    try:
+        bases = tell(group, "NVSHMEM, peers", timeout_s, reach)[group.rank]
+    except SymmetricMemoryError:  # on all ranks
+        part.kept = False
+        raise
     kind: Kind = "nvlink" if len(set(pes.gpus)) == group.size else "gpu"
     return NvshmemMemory(part, group.rank, bytes_per_rank, bases, kind)
 
@@ -241,24 +249,38 @@ def _grow(group: Group, num_bytes: int, timeout_s: float, device: torch.device, 
             )
     with _watchdog(f"rank {group.rank}: NVSHMEM's allocation of {num_bytes} bytes", timeout_s):
         address = _library().nvshmem_malloc(num_bytes)
+    _heaps.append(_Heap(address or 0, num_bytes if address else 0))  # every call counts, as it does on all PEs
     for rank, found in enumerate(group.all_gather(b"yes" if address else b"", "NVSHMEM, heap", timeout_s)):
         if not found:
             raise SymmetricMemoryError(
                 f"NVSHMEM has no {num_bytes} bytes for rank {rank}, of which {free[rank]} are free on its GPU; "
                 f"NVSHMEM_SYMMETRIC_SIZE is {os.environ.get('NVSHMEM_SYMMETRIC_SIZE', 'not set')}"
             )
-    _heaps.append(_Heap(address, num_bytes))
 
 
-def _find(num_bytes: int) -> tuple[tuple[int, int] | None, int]:
-    """Heap and first byte of the first gap that is long enough, and the longest gap there is."""
-    longest = 0
-    for index, heap in enumerate(_heaps):
-        for first, length in heap.gaps():
-            if length >= num_bytes:
-                return (index, first), length
-            longest = max(longest, length)
-    return None, longest
+def _take(num_bytes: int, part_bytes: int) -> tuple[_Part | None, tuple[int, int, int]]:
+    """The first gap that is long enough, taken: the part, its heap and first byte; else the longest gap there is."""
+    with _taking:
+        longest = 0
+        for index, heap in enumerate(_heaps):
+            for first, length in heap.gaps():
+                if length >= num_bytes:
+                    return _Part(heap, first, part_bytes), (index, first, length)
+                longest = max(longest, length)
+        return None, (-1, 0, longest)
+
+
+def _take_all(
+    group: Group, num_bytes: int, part_bytes: int, timeout_s: float
+) -> tuple[_Part | None, list[tuple[int, int, int]]]:
+    """The same on all ranks, or on none. Collective."""
+    part, mine = _take(num_bytes, part_bytes)
+    found = tell(group, "NVSHMEM, room", timeout_s, lambda: mine)
+    if all(index >= 0 for index, _, _ in found):
+        return part, found
+    if part is not None:
+        part.kept = False  # nobody was told
+    return None, found
 
 
 # ---- the package -------------------------------------------------------------------------------------------------
