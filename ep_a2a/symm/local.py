@@ -30,8 +30,9 @@ class LocalMemory(SymmetricMemory):
         self.base = self.peer_bases[rank]
         self._rank = rank
         self._regions: list[torch.Tensor] | None = regions
+        self._key = object()
         if self.kind == "gpu":
-            _kept[id(self)] = regions
+            _kept[self._key] = regions
 
     @property
     def region(self) -> torch.Tensor:
@@ -41,11 +42,11 @@ class LocalMemory(SymmetricMemory):
 
     def close(self, keep: bool = False) -> None:
         if not keep:
-            _kept.pop(id(self), None)
+            _kept.pop(self._key, None)
         self._regions = None  # the regions stay until every rank has come here
 
 
-_kept: dict[int, list[torch.Tensor]] = {}  # on a GPU, where kernels may come later than an object lives
+_kept: dict[object, list[torch.Tensor]] = {}  # on a GPU, where kernels may come later than an object lives
 
 
 def allocate(group: LocalRank, bytes_per_rank: int, timeout_s: float, device: torch.device) -> LocalMemory:
