@@ -369,6 +369,7 @@ __global__ void forget_kernel(const __grid_constant__ LitmusParams p) {
   if (!poll_warp(p, c.end_flags_offset, [&](uint32_t) { return flag; })) return;
   if (threadIdx.x) return;
   st_word(&c.state->sticky, uint64_t{0});
+  st_word(&c.state->num_failures, 0u);  // the next one writes the record again
   st_release_sys(&c.status->failure, kHealthy);
   st_word(&c.state->half_rounds, half_rounds + 2);
 }
@@ -391,6 +392,7 @@ __global__ void record_kernel(const __grid_constant__ RecordParams p) {
   const Channel& c = p.channel;
   for (uint32_t round = 1; round <= p.num_rounds; ++round) {
     if (kReleases) {
+      if (threadIdx.x == 0) st_word(&c.state->num_failures, 0u);  // else the first record is the last
       fail_warp(c, why_of_round(round, 0));
       if (threadIdx.x == 0) record_bad_input(c, kInvalidRouting, input_of_round(round));
     } else if (threadIdx.x == 0) {  // what says that they are valid comes first
