@@ -161,3 +161,45 @@ def test_a_device_is_never_passed_over():
             ep_a2a.connect(Case().config(), group, "cuda")
     with ep_a2a.connect(Case().config(), ep_a2a.local(1).ranks[0], "cpu"):
         pass
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver."
+
+
+@pytest.mark.parametrize("wanted", [None, "cuda", "cuda:1"])
+def test_a_driver_that_is_too_old(monkeypatch, wanted):
+    """torch then says that there is no GPU; silently running on the CPU would be a surprise."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError(f"{TOO_OLD}\nmore")))
+    monkeypatch.setattr(device.glob, "glob", lambda _: ["/dev/nvidia0"])
+    with pytest.raises(
+        ep_a2a.EpError, match=r"torch can use no GPU here: The NVIDIA driver .* too old .* driver\.; dev"
+    ):
+        device.choose(wanted)
+    assert device.choose("cpu") == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.choose(None) == torch.device("cpu"), "hidden on purpose"
+
+
+def test_gpus_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device.choose(None) == device.choose("cuda") == device.choose("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ep_a2a.EpError, match="device='cuda:2': there are 2 GPUs, legal are cuda:0 to cuda:1"):
+        device.choose("cuda:2")
+    with pytest.raises(ep_a2a.EpError, match="device='cuda:0', but torch's current one is cuda:1"):
+        device.choose("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("here", "num_gpus", "wanted"), [(8, 8, list(range(8))), (8, 2, [0] * 4 + [1] * 4), (3, 8, [0, 1, 2])]
+)
+def test_ranks_of_a_host_are_spread_over_its_gpus(monkeypatch, here, num_gpus, wanted):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    found = list(one.index for one in ep_a2a.local(here).run(ep_a2a.set_device))
+    assert found == wanted
