@@ -256,9 +256,9 @@ EP_A2A_API int ep_a2a_route_ids(const RouteParams* params, void* stream);
 EP_A2A_API int ep_a2a_experts(const ExpertsParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_encode(const QuantParams* params, void* stream);
 EP_A2A_API int ep_a2a_quant_decode(const QuantParams* params, void* stream);
-EP_A2A_API int ep_a2a_load();         // every kernel onto the current GPU, so that no later launch has to wait for that
+EP_A2A_API int ep_a2a_load();  // every kernel onto the current GPU, so that no later launch has to wait for that
 EP_A2A_API uint64_t ep_a2a_capture_id(void* stream);  // of the capture that a stream is in; 0 = none
-EP_A2A_API const char* ep_a2a_abi();  // one line a struct or field: "name size" or "name.field offset"
+EP_A2A_API const char* ep_a2a_abi();                  // one line a struct or field: "name size" or "name.field offset"
 EP_A2A_API const char* ep_a2a_error_text(int error);  // of a launcher's return value
 
 // Host build only: at every access to a flag wait up to `max_us`, in `permille` of the cases, by `seed`; 0 = off.

@@ -23,9 +23,9 @@ def choose(device: str | torch.device | None) -> torch.device:
     Local. Raises EpError where there is a GPU that torch cannot use, or none of that number; ValueError for a device
     that is neither a CPU nor a CUDA device.
     """
+    if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: must be 'cpu' or 'cuda'")
     wanted = None if device is None else torch.device(device)
-    if wanted is not None and wanted.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={str(wanted)!r}: must be 'cpu' or 'cuda'")
     if wanted is not None and wanted.type == "cpu":
         return CPU
     if not torch.cuda.is_available():

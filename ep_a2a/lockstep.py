@@ -6,6 +6,7 @@ has a stream, those fork from the current stream and join it.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -59,6 +60,12 @@ class LockstepWorld(world.LocalWorld):
         places = {call[0].group.connected_in for call in calls if isinstance(call[0].group, world.LocalRank)}
         if len(places) != 1 or places.pop()[0] is not self._meeting:
             raise ValueError("the A2A objects are not of one connection of this world")
+        wanted = inspect.signature(prepare)
+        for rank, call in enumerate(calls):
+            try:
+                wanted.bind(*call, **same)
+            except TypeError as error:
+                raise TypeError(f"the call of rank {rank}: {error}") from None
         begins = [prepare(*call, **same) for call in calls]
         current = None if self.streams[0] is None else torch.cuda.current_stream(self.streams[0].device)
         forked: list[torch.cuda.Stream] = []
@@ -95,7 +102,7 @@ def local(num_ranks: int, device: str = "cpu") -> LockstepWorld:
     """
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
         raise TypeError(f"num_ranks must be an int, not {type(num_ranks).__name__}")
-    on_gpu = torch.device(device).type != "cpu"
+    on_gpu = device != "cpu"
     most = 32 if on_gpu else MAX_RANKS
     if not 1 <= num_ranks <= most:
         raise ValueError(f"num_ranks={num_ranks}: must be 1 to {most} on {device!r}")

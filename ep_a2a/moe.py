@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ep_a2a import api
 from ep_a2a.errors import EpError
+from ep_a2a.experts import LocalExperts
 
 if TYPE_CHECKING:
     from ep_a2a.api import A2A, Received
@@ -26,9 +27,23 @@ class MoELayer:
 
     a2a      from `connect`
     experts  of this rank
+
+    Raises TypeError where `experts` cannot be called, ValueError where `LocalExperts` are not those of this rank.
     """
 
     def __init__(self, a2a: A2A, experts: Experts) -> None:
+        if not callable(experts):
+            raise TypeError(
+                f"experts is a {type(experts).__name__}: it must be callable, as LocalExperts(weights, ...) is"
+            )
+        if isinstance(experts, LocalExperts):
+            mine, first = a2a.local_experts, experts.first_expert
+            given = range(first, first + experts.weights.num_experts)
+            if given != mine:
+                raise ValueError(
+                    f"experts {given.start} to {given.stop - 1} are given, rank {a2a.rank} has {mine.start} to "
+                    f"{mine.stop - 1} (a2a.local_experts)"
+                )
         self.a2a = a2a
         self.experts = experts
 

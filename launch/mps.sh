@@ -123,7 +123,7 @@ control=$(command -v nvidia-cuda-mps-control || true)
 [[ -n $control || ! -x /usr/local/nvidia/bin/nvidia-cuda-mps-control ]] ||
   control=/usr/local/nvidia/bin/nvidia-cuda-mps-control
 [[ -n $control ]] ||
-  die "no nvidia-cuda-mps-control on PATH or in /usr/local/nvidia/bin: ranks share a GPU by what the driver brings"
+  die "no nvidia-cuda-mps-control on PATH or in /usr/local/nvidia/bin: it comes with the driver, sharing a GPU needs it"
 
 trap stop EXIT
 trap 'interrupted INT 130' INT

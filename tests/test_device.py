@@ -201,5 +201,5 @@ def test_ranks_of_a_host_are_spread_over_its_gpus(monkeypatch, here, num_gpus, w
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    found = list(one.index for one in ep_a2a.local(here).run(ep_a2a.set_device))
+    found = [one.index for one in ep_a2a.local(here).run(ep_a2a.set_device)]
     assert found == wanted

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import ep_a2a
 from ep_a2a.config import Config
 from ep_a2a.errors import RoundMismatch
 from ep_a2a.experts import ExpertWeights, LocalExperts
 from ep_a2a.experts.plain import expert_product
 from ep_a2a.layout import BF16, FP8, FP16, FP32, NVFP4, Format, local_experts
+from ep_a2a.moe import MoELayer
 from ep_a2a.testing import (
     ROUTINGS,
     assert_same_bits,
@@ -411,3 +413,23 @@ def test_layer_ends_the_round_when_the_experts_raise(
     assert [call[0] for call in calls.log] == ["dispatch", "release"]
     assert calls.log[1] == ("release", a2a, "handle")
     assert caught.value.__cause__ is release_error
+
+
+# ---- experts of a layer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "first_expert", "text"),
+    [
+        (1, 2, "experts 2 to 2 are given, rank 1 has 2 to 3"),
+        (2, 0, "experts 0 to 1 are given, rank 1 has 2 to 3"),
+    ],
+)
+def test_a_layer_refuses_the_experts_of_another_rank(num_experts, first_expert, text):
+    config = ep_a2a.Config(num_experts=4, top_k=1, hidden=64, max_tokens=2)
+    with ep_a2a.connect(config, ep_a2a.local(2)) as a2as:
+        with pytest.raises(ValueError, match=text):
+            MoELayer(a2as[1], LocalExperts(make_weights(num_experts, 64, 32), first_expert))
+        with pytest.raises(TypeError, match="experts is a ExpertWeights: it must be callable"):
+            MoELayer(a2as[1], make_weights(2, 64, 32))
+        MoELayer(a2as[1], LocalExperts(make_weights(2, 64, 32), 2))

@@ -89,6 +89,8 @@ def test_calls_come_by_rank():
             world.dispatch(good[::-1])
         with pytest.raises(ValueError, match=r"the calls are of ranks \[0, None\]"):
             world.dispatch([good[0], ("a2a",)])
+        with pytest.raises(TypeError, match="the call of rank 1: missing a required argument: 'topk_weights'"):
+            world.dispatch([good[0], good[1][:3]])
         other = ep_a2a.local(2)
         with ep_a2a.connect(case.config(), group=world) as again, ep_a2a.connect(case.config(), group=other) as others:
             for mixed in ([good[0], calls_of(again, case, 0)[1]], calls_of(others, case, 0)):
@@ -101,6 +103,7 @@ def test_calls_come_by_rank():
     [
         ((33, "cuda"), ValueError, "num_ranks=33: must be 1 to 32 on 'cuda'"),
         ((2, "meta"), ValueError, "device='meta': must be 'cpu' or 'cuda'"),
+        ((2, "gpu"), ValueError, "device='gpu': must be 'cpu' or 'cuda'"),
     ],
 )
 def test_worlds_that_cannot_be(args, error, text):

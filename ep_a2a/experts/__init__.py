@@ -23,7 +23,7 @@ class LocalExperts:
     """The contiguous run of experts that a rank owns: global ids first_expert, first_expert + 1, ...
 
     weights       their weights
-    first_expert  the global id of the first one (`layout.first_expert`)
+    first_expert  the global id of the first one: `a2a.local_experts.start`
     activation    between the two products
     intermediate  how its result enters the second product: BF16, or re-quantised to NVFP4 or MXFP4, each row by itself
 
