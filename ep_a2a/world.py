@@ -209,7 +209,8 @@ class LocalWorld:
                 errors.insert(0, (started, error))
                 meeting.fail(range(started, len(threads)), error)
             for thread in threads[:started]:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(0.5)  # Ctrl-C just before a wait without end would be seen only behind it
         except BaseException as error:
             meeting.fail(range(len(threads)), error)
             self._start_afresh(len(threads))
