@@ -45,7 +45,7 @@ Record = Callable[[str, object], None]
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks}ranks")
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda ranks: f"{ranks}ranks")
 def lines(request: pytest.FixtureRequest) -> dict[str, Line]:
     """What the program printed, by name; its exit code agrees with it."""
     if not PROGRAM.is_file():
