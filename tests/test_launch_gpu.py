@@ -213,6 +213,7 @@ def libraries(tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_all_suites_run_and_leave_rows(machine: Machine, libraries: str) -> None:
     done = machine.run("test_gpu.sh", "--lib", libraries, "--commit", "abc")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -236,6 +237,7 @@ def test_a_failure_is_shown_and_told(machine: Machine, libraries: str) -> None:
     assert all(row["quick"] for row in rows)
 
 
+@pytest.mark.slow
 def test_libraries_that_do_not_load_are_built(machine: Machine, libraries: str) -> None:
     done = machine.run("test_gpu.sh", "--lib", libraries, "local", FAKE_MISFIT="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -258,6 +260,7 @@ def test_without_a_gpu_it_refuses(machine: Machine) -> None:
     assert "no GPU is visible" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(machine: Machine, libraries: str) -> None:
     process = machine.start("test_gpu.sh", "--lib", libraries, "processes", FAKE_SLEEP="60")
     machine.wait_for("started")
