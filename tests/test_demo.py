@@ -25,7 +25,7 @@ def mpirun() -> list[str]:
     return [str(next((path for path in found if path.exists()), None) or pytest.skip("no mpirun")), "-n", "3"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_demo_shows_a_layer(launcher):
     start = [*TORCHRUN, "-m", "ep_a2a"] if launcher == "torchrun" else [*mpirun(), sys.executable, "-m", "ep_a2a"]
     shown = run([*start, "demo", *SMALL])
@@ -53,6 +53,7 @@ def test_unknown_command_prints_usage():
     assert "usage" in shown.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_contribution_fails_the_demo(monkeypatch):
     combine = demo.ep_a2a.combine
 

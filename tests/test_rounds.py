@@ -67,7 +67,7 @@ def test_experts_over_ranks(num_experts, num_ranks, top_k):
     run(num_ranks, bodies.rounds, replace(case, routing="duplicates", payload=BF16))
 
 
-@pytest.mark.parametrize("num_ranks", [31, 33, 64])
+@pytest.mark.parametrize("num_ranks", [31, 33, pytest.param(64, marks=pytest.mark.slow)])
 def test_many_ranks(num_ranks):
     case = Case(num_experts=num_ranks + 5, top_k=3, hidden=64, max_tokens=2, num_rounds=2, counts="up_and_down")
     run(num_ranks, bodies.rounds, case)
