@@ -101,7 +101,9 @@ __device__ __forceinline__ uint64_t abort_word(const Why& why) {
   return why.epoch_wanted << 24 | why.late_in << 20 | why.culprit << 12 | why.reporter << 4 | why.failure;
 }
 
-// Ends the channel: sticky word, status record, and an abort word at every peer. One warp.
+// Ends the channel: sticky word, status record, and an abort word at every peer. One warp. Two kernels of a rank can be
+// here at once, as `leave` has a stream of its own: both words say that the channel has ended, the counter lets one of
+// them write the record, and a waiting warp learns of the other by its abort word, with acquire.
 __device__ inline void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
   __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive

@@ -110,17 +110,15 @@ class A2A:
         """
         return Watch(self, on_error, every_s)
 
-    def close(self, alone: str = "") -> None:
+    def close(self) -> None:
         """End the object. Collective with a deadline; after a sticky error local. Closing twice is harmless.
 
         A `with` block that ends by an exception does not wait: it tells the peers, whose next wait raises PeerLeft.
         Memory that a peer or a living view can still reach stays mapped. Raises RendezvousTimeout.
-
-        alone  why the peers will not come, if that is known; empty: they will
         """
-        self._close(self.why_ended() or alone)
+        self._close(self._why_ended())
 
-    def why_ended(self) -> str:
+    def _why_ended(self) -> str:
         """The sticky error of this rank in one line; empty while there is none. Local."""
         error = next(filter(None, (channel.error() for channel in self._channels)), None)
         return one_line(error) if error else ""
@@ -188,8 +186,7 @@ class A2A:
     def _check_ready(self) -> None:
         """Raise what went wrong so far, and where torch's current device is not the one to launch on."""
         self._check_alive()
-        if self._side is not None and not _device.is_current(self.device):
-            _device.check_current(self.device, "this A2A runs")
+        _device.check_current(self.device, "this A2A runs")
 
     def _channel(self, index: int) -> Channel:
         if isinstance(index, bool) or not isinstance(index, int):

@@ -57,8 +57,9 @@ class Ranks(list[A2A]):
 
     def close(self) -> None:
         """Close every rank's object, those whose peers have ended for ever too. Raises RendezvousTimeout."""
-        ended = next(filter(None, (a2a.why_ended() for a2a in self)), "")
-        self._world.run(lambda rank: self[rank.rank].close(ended))
+        ended = [a2a._why_ended() for a2a in self]
+        known = next(filter(None, ended), "")
+        self._world.run(lambda rank: self[rank.rank]._close(ended[rank.rank] or known))
 
     def __enter__(self) -> Ranks:
         return self
@@ -66,7 +67,10 @@ class Ranks(list[A2A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._world.run(lambda rank: self[rank.rank].__exit__(kind, error, trace))
+        if kind is None:
+            self.close()
+        else:
+            self._world.run(lambda rank: self[rank.rank].__exit__(kind, error, trace))
 
 
 @overload

@@ -144,7 +144,6 @@ def test_every_launch_wants_the_current_device(monkeypatch):
         x, own = bodies.make_inputs(case, 0, 0, 1)
         received, handle = ep_a2a.dispatch(a2a, x, own["ids"], own["weights"])
         with monkeypatch.context() as patched:
-            patched.setattr(a2a, "_side", object())
             patched.setattr(a2a, "device", GPU)
             patched.setattr(device, "is_current", lambda _: False)
             patched.setattr(torch.cuda, "current_device", lambda: 1)

@@ -137,13 +137,14 @@ def test_bad_routing_is_told_by_the_rank_that_had_it():
             a2as[1].check()
 
 
-def test_when_one_rank_has_ended_all_close():
+@pytest.mark.parametrize("how", ["close", "with"])
+def test_when_one_rank_has_ended_all_close(how):
     case, world = Case(), ep_a2a.local(3)
     a2as = ep_a2a.connect(case.config(timeout_s=0.2, first_timeout_s=0.2), group=world)
     with pytest.raises(ep_a2a.PeerTimeout):
         ep_a2a.dispatch(*calls_of(a2as, case, 0)[1])
     started = time.monotonic()
-    a2as.close()
+    a2as.close() if how == "close" else a2as.__exit__(None, None, None)
     a2as.close()
     assert time.monotonic() - started < 5
 

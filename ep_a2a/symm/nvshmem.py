@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 import threading
+from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,7 @@ class _Part:
 
     def __init__(self, heap: _Heap, first: int, num_bytes: int) -> None:
         self._heap, self._span, self.kept = heap, (first, first + round_up(num_bytes, REGION_ALIGN_BYTES)), True
-        heap.taken = sorted([*heap.taken, self._span])
+        insort(heap.taken, self._span)  # in place: another thread may just give one back
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -84,7 +85,10 @@ class NvshmemMemory(SymmetricMemory):
         self._part: _Part | None = part
         self._region: torch.Tensor | None = torch.as_tensor(part, device=torch.cuda.current_device())
         if self._region.data_ptr() != self.base:
-            raise SymmetricMemoryError("NVSHMEM was initialised by others on a GPU that is not torch's current one")
+            raise SymmetricMemoryError(
+                f"NVSHMEM's memory at {self.base:#x} is not on torch's current GPU cuda:{torch.cuda.current_device()}: "
+                f"torch.cuda.set_device to the one on which it was initialised"
+            )
         self._region.zero_()
 
     @property
