@@ -14,6 +14,7 @@ constexpr int kMaxRanks = 128;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxPlanes = 8;
 constexpr int kVectorBytes = 16;
+constexpr int kTileStart = 640;     // of a dispatch tile's rows in shared memory
 constexpr int kExpertTileRows = 8;  // slots that an expert's first product takes at a time
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
@@ -82,13 +83,11 @@ struct Channel {
   uint64_t masks_offset;           // in the state: u32 [max_tokens, mask_words]
 };
 
-// One plane, and the threads that serve it in the phased schedule.
+// One plane.
 struct Plane {
-  uint64_t offset;        // of [source rank, max_tokens, row_bytes] in a channel
-  uint32_t row_bytes;     // a multiple of 32
-  uint32_t first_thread;  // phased: threads [first_thread, first_thread + num_threads) serve this plane
-  uint32_t num_threads;
-  uint32_t reserved;
+  uint64_t offset;       // of [source rank, max_tokens, row_bytes] in a channel
+  uint32_t row_bytes;    // a multiple of 32
+  uint32_t tile_offset;  // phased: of its rows in a tile, for each token of the tile
 };
 
 // Where the rows of a plane come from on the sending rank.
@@ -110,6 +109,8 @@ struct DispatchParams {
   uint32_t phased;  // 1 = phased schedule, 0 = general
   uint32_t num_ctas;
   uint32_t num_threads;
+  uint32_t tile_tokens;       // 1, 2, 4, 8, 16 or 32
+  uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

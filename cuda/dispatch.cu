@@ -1,8 +1,14 @@
 // dispatch.cu: every token's row to each distinct rank that owns one of its experts.
 //
-//   send   each warp turns the ids of 32 tokens into destination masks and bitmap words; then each CTA walks over
-//          tokens and stores their rows; the last CTA opens the round and raises a flag at every peer
-//   wait   one warp waits for the flags of all peers and keeps their counts
+//   send   each CTA walks over tiles of tokens: it turns their ids into destination masks, and stores their rows and
+//          bitmap words; the last CTA opens the round and raises a flag at every peer
+//   wait   one warp waits for the flags of all peers and keeps their counts (combine.cu)
+//
+// A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
+// one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
+//
+//   general  every thread serves every plane, vector by vector through its registers; any row
+//   phased   warp i serves plane i, whose rows lie in shared memory: a lane sends the runs of its rank by bulk copies
 //
 // Writes: planes, bitmap and flag of this rank at every peer (window: until the peer's dispatch wait ends); masks,
 // counts and round of the own state. Reads: the caller's tensors.
@@ -10,11 +16,14 @@
 
 namespace {
 
-constexpr int kMaskWords = kMaxRanks / 32;
+constexpr uint32_t kMaskWords = kMaxRanks / 32;
+constexpr uint32_t kWordTokens = 32;  // of a bitmap word; a tile has as many at most, and never parts of two words
 
-struct Mask {
-  uint32_t words[kMaskWords];
+struct Shared {                             // of a CTA; the rows of a tile follow
+  uint32_t masks[kMaskWords][kWordTokens];  // bit r of a token's words: it goes to rank r
+  uint64_t loaded;                          // barrier of the bulk copies into the tile
 };
+static_assert(sizeof(Shared) <= kTileStart);
 
 // Experts are owned in contiguous runs; the first `num_experts % num_ranks` ranks own one more (layout.first_expert).
 struct ExpertOwner {
@@ -27,82 +36,191 @@ struct ExpertOwner {
   }
 };
 
-__device__ __forceinline__ void set_bit(Mask& mask, uint32_t rank) {
-#pragma unroll
-  for (uint32_t w = 0; w < kMaskWords; ++w) mask.words[w] |= (w == rank / 32) << rank % 32;
-}
+struct Tile {
+  uint32_t first;      // token
+  uint32_t count;      // tokens
+  uint32_t num_masks;  // tokens whose masks are made: the first tile of a bitmap word stores that word
+};
 
-// Masks of the tokens of one bitmap word, a token a lane, and that word at every peer. One warp.
-__device__ void send_bitmap_word_warp(const DispatchParams& p, const ExpertOwner& owner_of, uint32_t word,
-                                      uint32_t num_tokens) {
+// Destination masks of tokens first, first + 1, ... into shared memory, those of the tile into the state too.
+__device__ __forceinline__ void make_masks_cta(const DispatchParams& p, const ExpertOwner& owner_of, const Tile& tile,
+                                               Shared& shared) {
+  constexpr uint32_t kBatch = 4;  // loads that are under way together
   const Channel& c = p.channel;
-  const uint32_t lane = threadIdx.x % kLanes, token = word * 32 + lane;
-  Mask mask{};
-  if (token < num_tokens) {
-    const int32_t* ids = p.topk_ids + static_cast<uint64_t>(token) * p.top_k;
-    for (uint32_t k = 0; k < p.top_k; ++k) {
-      const int32_t expert = ids[k];
-      if (expert >= 0 && expert < static_cast<int32_t>(p.num_experts)) {
-        set_bit(mask, owner_of(expert));
-      } else if (expert != -1) {
-        red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(token) << 32 | k);
+  const uint32_t lane = threadIdx.x % kLanes, warps = blockDim.x / kLanes;
+  for (uint32_t i = threadIdx.x / kLanes; i < tile.num_masks; i += warps * kBatch) {
+    int32_t experts[kBatch];
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t token = i + b * warps;
+      const bool is_id = token < tile.num_masks && lane < p.top_k;
+      experts[b] = is_id ? p.topk_ids[static_cast<uint64_t>(tile.first + token) * p.top_k + lane] : -1;
+    }
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t token = i + b * warps;
+      if (token >= tile.num_masks) break;
+      const bool is_expert = experts[b] >= 0 && experts[b] < static_cast<int32_t>(p.num_experts);
+      const uint32_t rank = is_expert ? owner_of(experts[b]) : ~0u;
+      for (uint32_t w = 0; w < c.mask_words; ++w) {
+        const uint32_t bits = __reduce_or_sync(kAllLanes, rank / 32 == w ? 1u << rank % 32 : 0);
+        if (lane != 0) continue;
+        shared.masks[w][token] = bits;
+        if (token < tile.count) st_word(token_mask(c, tile.first + token) + w, bits);
+      }
+      if (!is_expert && experts[b] != -1 && token < tile.count) {
+        red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
       }
     }
-    uint32_t* kept = token_mask(c, token);
-    for (uint32_t w = 0; w < c.mask_words; ++w) st_word(kept + w, mask.words[w]);
-  }
-  for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
-    const uint32_t bits = __ballot_sync(kAllLanes, mask.words[rank / 32] >> rank % 32 & 1);
-    if (lane == rank % kLanes) st_word(bitmap_at(c, rank, c.rank) + word, bits);
   }
 }
 
-// The destination mask of one token, in all lanes, straight from its ids. One warp.
-__device__ __forceinline__ Mask token_mask_warp(const DispatchParams& p, const ExpertOwner& owner_of, uint32_t token) {
+// Which of the first `num_masks` tokens go to `rank`, in all lanes. One warp.
+__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, uint32_t num_masks, uint32_t rank) {
   const uint32_t lane = threadIdx.x % kLanes;
-  const int32_t expert = lane < p.top_k ? p.topk_ids[static_cast<uint64_t>(token) * p.top_k + lane] : -1;
-  Mask mask{};
-  if (expert >= 0 && expert < static_cast<int32_t>(p.num_experts)) set_bit(mask, owner_of(expert));
-  for (uint32_t w = 0; w < p.channel.mask_words; ++w) mask.words[w] = __reduce_or_sync(kAllLanes, mask.words[w]);
-  return mask;
+  return __ballot_sync(kAllLanes, lane < num_masks && shared.masks[rank / 32][lane] >> rank % 32 & 1);
+}
+// The same, for rank first_rank + lane in each lane.
+__device__ __forceinline__ uint32_t tokens_by_lane_warp(const Shared& shared, uint32_t num_masks, uint32_t first_rank,
+                                                        uint32_t num_ranks) {
+  uint32_t mine = 0;
+  for (uint32_t r = 0; r < kLanes && first_rank + r < num_ranks; ++r) {
+    const uint32_t tokens = tokens_to_warp(shared, num_masks, first_rank + r);
+    if (threadIdx.x % kLanes == r) mine = tokens;
+  }
+  return mine;
 }
 
-// Vectors first, first + step, ... of a token's row in one plane, to every rank of its mask.
-__device__ __forceinline__ void send_plane(const DispatchParams& p, uint32_t plane_index, uint32_t first, uint32_t step,
-                                           uint32_t token, const Mask& mask) {
-  const Channel& c = p.channel;
-  const Plane& plane = p.planes[plane_index];
-  const RowSource& source = p.sources[plane_index];
-  for (uint32_t v = first; v < plane.row_bytes / kVectorBytes; v += step) {
-    const Vector vector = ld_row_source(source, token, v);
-    each_rank(mask.words, c.mask_words, [&](uint32_t rank) {
-      st_vector(row_at(c, rank, plane.offset, plane.row_bytes, c.rank, token) + v * kVectorBytes, vector);
-    });
+// The bitmap word that begins with this tile, at every peer. One warp.
+__device__ __forceinline__ void send_bitmap_word_warp(const Channel& c, const Tile& tile, const Shared& shared) {
+  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += kLanes) {
+    const uint32_t tokens = tokens_by_lane_warp(shared, tile.num_masks, first_rank, c.num_ranks);
+    const uint32_t rank = first_rank + threadIdx.x % kLanes;
+    if (rank < c.num_ranks) st_word(bitmap_at(c, rank, c.rank) + tile.first / kWordTokens, tokens);
   }
 }
 
-// The plane that this thread serves in the phased schedule; num_planes if none.
-__device__ __forceinline__ uint32_t phased_plane(const DispatchParams& p) {
-  uint32_t plane = 0;
-  while (plane < p.num_planes && threadIdx.x - p.planes[plane].first_thread >= p.planes[plane].num_threads) ++plane;
-  return plane;
+// ---- general -----------------------------------------------------------------------------------------------------
+
+// Vector `item` of a plane's rows in this tile, which are contiguous at a destination.
+__device__ __forceinline__ void send_plane_general(const DispatchParams& p, const Tile& tile, const Shared& shared,
+                                                   const Plane& plane, const RowSource& source) {
+  constexpr uint32_t kBatch = 4;
+  const Channel& c = p.channel;
+  const uint32_t num_vectors = plane.row_bytes / kVectorBytes, num_items = tile.count * num_vectors;
+  for (uint32_t item = threadIdx.x; item < num_items; item += blockDim.x * kBatch) {
+    Vector vectors[kBatch];
+    uint32_t tokens[kBatch];
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t i = item + b * blockDim.x;
+      tokens[b] = i / num_vectors;
+      if (i < num_items) vectors[b] = ld_row_source(source, tile.first + tokens[b], i - tokens[b] * num_vectors);
+    }
+    for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
+      char* rows = row_at(c, rank, plane.offset, plane.row_bytes, c.rank, tile.first);
+#pragma unroll
+      for (uint32_t b = 0; b < kBatch; ++b) {
+        const uint32_t i = item + b * blockDim.x;
+        if (i >= num_items || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
+        st_vector(rows + static_cast<uint64_t>(i) * kVectorBytes, vectors[b]);
+      }
+    }
+  }
 }
+
+// ---- phased ------------------------------------------------------------------------------------------------------
+
+// Whether a tile's rows at the source are, bytes and alignment, what a destination gets.
+__device__ __forceinline__ bool is_copied_whole(const Plane& plane, const RowSource& source) {
+  return source.num_bytes == plane.row_bytes && source.align_bytes == kVectorBytes;
+}
+
+__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
+  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+}
+
+// Starts the bulk copies into the tile. One thread.
+__device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& tile, Shared& shared) {
+  uint32_t num_bytes = 0;
+  for (uint32_t i = 0; i < p.num_planes; ++i) {
+    if (is_copied_whole(p.planes[i], p.sources[i])) num_bytes += tile.count * p.planes[i].row_bytes;
+  }
+  barrier_expect_bytes(&shared.loaded, num_bytes);
+  for (uint32_t i = 0; i < p.num_planes; ++i) {
+    const Plane& plane = p.planes[i];
+    if (!is_copied_whole(plane, p.sources[i])) continue;
+    const char* rows =
+        static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
+    bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded);
+  }
+}
+
+// The rows that are not copied whole, by all threads.
+__device__ __forceinline__ void stage_tile(const DispatchParams& p, const Tile& tile) {
+  for (uint32_t i = 0; i < p.num_planes; ++i) {
+    const Plane& plane = p.planes[i];
+    if (is_copied_whole(plane, p.sources[i])) continue;
+    const uint32_t num_vectors = plane.row_bytes / kVectorBytes;
+    for (uint32_t item = threadIdx.x; item < tile.count * num_vectors; item += blockDim.x) {
+      const uint32_t token = item / num_vectors;
+      reinterpret_cast<Vector*>(tile_rows(p, plane))[item] =
+          ld_row_source(p.sources[i], tile.first + token, item - token * num_vectors);
+    }
+  }
+}
+
+// The rows of one plane of a tile to every rank, a lane each. One warp.
+__device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
+                                                       const Plane& plane) {
+  const Channel& c = p.channel;
+  const char* from = tile_rows(p, plane);
+  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += kLanes) {
+    uint32_t tokens = tokens_by_lane_warp(shared, tile.count, first_rank, c.num_ranks);
+    const uint32_t rank = first_rank + threadIdx.x % kLanes;
+    while (tokens) {
+      const uint32_t begin = __ffs(tokens) - 1,
+                     length = __ffs(~(tokens >> begin)) ? __ffs(~(tokens >> begin)) - 1 : kLanes;
+      bulk_store(row_at(c, rank, plane.offset, plane.row_bytes, c.rank, tile.first + begin),
+                 from + begin * plane.row_bytes, length * plane.row_bytes);
+      tokens = begin + length < kLanes ? tokens >> (begin + length) << (begin + length) : 0;
+    }
+  }
+}
+
+// ---- both --------------------------------------------------------------------------------------------------------
 
 template <bool kPhased>
-__device__ void send_rows_cta(const DispatchParams& p, const ExpertOwner& owner_of, uint32_t num_tokens) {
-  [[maybe_unused]] const uint32_t mine = kPhased ? phased_plane(p) : 0;
-  for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-    const Mask mask = token_mask_warp(p, owner_of, token);
+__device__ void send_tiles_cta(const DispatchParams& p, uint32_t num_tokens) {
+  Shared& shared = *static_cast<Shared*>(shared_memory());
+  const ExpertOwner owner_of(p.num_experts, p.channel.num_ranks);
+  const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
+  if (kPhased && threadIdx.x == 0) barrier_init(&shared.loaded);
+  uint32_t parity = 0;
+  for (uint32_t first = blockIdx.x * p.tile_tokens; first < num_tokens; first += gridDim.x * p.tile_tokens) {
+    const uint32_t left = num_tokens - first;
+    Tile tile{first, left < p.tile_tokens ? left : p.tile_tokens, 0};
+    tile.num_masks = first % kWordTokens ? tile.count : left < kWordTokens ? left : kWordTokens;
+    if (kPhased && threadIdx.x == 0) load_tile(p, tile, shared);
+    make_masks_cta(p, owner_of, tile, shared);
     if constexpr (kPhased) {
-      if (mine == p.num_planes) continue;
-      const Plane& plane = p.planes[mine];
-      send_plane(p, mine, threadIdx.x - plane.first_thread, plane.num_threads, token, mask);
-    } else {
-      for (uint32_t plane = 0; plane < p.num_planes; ++plane) {
-        send_plane(p, plane, threadIdx.x, blockDim.x, token, mask);
-      }
+      stage_tile(p, tile);
+      fence_proxy_async();  // bulk copies read what threads have written
     }
+    __syncthreads();
+    if constexpr (kPhased) {
+      barrier_wait(&shared.loaded, parity);
+      parity ^= 1;
+      for (uint32_t i = warp; i < p.num_planes; i += warps) send_plane_phased_warp(p, tile, shared, p.planes[i]);
+      bulk_commit();
+    } else {
+      for (uint32_t i = 0; i < p.num_planes; ++i) send_plane_general(p, tile, shared, p.planes[i], p.sources[i]);
+    }
+    if (first % kWordTokens == 0 && warp == warps - 1) send_bitmap_word_warp(p.channel, tile, shared);
+    if constexpr (kPhased) bulk_wait_read();
+    __syncthreads();  // the next tile takes the same memory
   }
+  if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 }
 
 __device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
@@ -132,14 +250,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
     publish_warp(c, c.dispatch_flags_offset, (half_rounds / 2 + 1) << 24 | num_tokens);
   }
 #endif
-  if (alive && closed) {
-    const ExpertOwner owner_of(p.num_experts, c.num_ranks);
-    const uint32_t warps = blockDim.x / kLanes, warp = blockIdx.x * warps + threadIdx.x / kLanes;
-    for (uint32_t word = warp; word * 32 < num_tokens; word += gridDim.x * warps) {
-      send_bitmap_word_warp(p, owner_of, word, num_tokens);
-    }
-    send_rows_cta<kPhased>(p, owner_of, num_tokens);
-  }
+  if (alive && closed) send_tiles_cta<kPhased>(p, num_tokens);
 
   if (!last_cta(&c.state->send_counter) || threadIdx.x >= kLanes || !alive) return;
   const uint64_t epoch = half_rounds / 2 + 1;
@@ -157,5 +268,5 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
 int ep_a2a_dispatch_send(const DispatchParams* p, void* stream) {
   const auto send = p->phased ? launch<dispatch_send_kernel<true>, DispatchParams>
                               : launch<dispatch_send_kernel<false>, DispatchParams>;
-  return send(p->num_ctas, p->num_threads, 0, stream, *p);
+  return send(p->num_ctas, p->num_threads, p->shared_bytes, stream, *p);
 }

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <ctime>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -60,6 +61,8 @@ struct Thread : Fiber {
   uint64_t value = 0, result = 0;               // operand and result of a warp operation
   uint32_t source_lane = 0;
   const char* waiting_at = nullptr;
+  std::vector<std::tuple<void*, const void*, uint32_t>> stores;  // bulk stores under way: to, from, bytes
+  size_t committed = 0;                                          // of those
 };
 
 struct Warp {

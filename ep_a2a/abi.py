@@ -82,9 +82,7 @@ class Plane(ctypes.Structure):
     _fields_ = [
         ("offset", c_uint64),
         ("row_bytes", c_uint32),
-        ("first_thread", c_uint32),
-        ("num_threads", c_uint32),
-        ("reserved", c_uint32),
+        ("tile_offset", c_uint32),
     ]
 
 
@@ -109,6 +107,8 @@ class DispatchParams(ctypes.Structure):
         ("phased", c_uint32),
         ("num_ctas", c_uint32),
         ("num_threads", c_uint32),
+        ("tile_tokens", c_uint32),
+        ("shared_bytes", c_uint32),
         ("topk_ids", c_void_p),
         ("num_tokens", c_void_p),
         ("channel", Channel),

@@ -45,6 +45,7 @@ class Channel:
         self._num_rounds = 0
         self._error: StickyError | None = None
         self._inputs: DispatchInputs | None = None
+        self._split: _layout.PhasedSplit | None = None
         start = index * layout.channel_bytes
         region = memory.region[start : start + layout.channel_bytes]
         addresses = [base + start for base in memory.peer_bases]
@@ -146,10 +147,11 @@ class Channel:
 
     def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
         """Use the phased schedule by this split, or the general one."""
+        self._split = split
         self._dispatch.phased = int(split is not None)
         self._dispatch.num_threads = split.num_threads if split else _layout.GENERAL_THREADS
-        for lanes, slot in zip(split.lanes if split else (), self._dispatch.planes):
-            slot.first_thread, slot.num_threads = lanes.first_thread, lanes.num_threads
+        for offset, slot in zip(split.tile_offsets if split else (), self._dispatch.planes):
+            slot.tile_offset = offset
 
     # ---- what went wrong ----
 
@@ -214,7 +216,9 @@ class Channel:
             source.align_bytes = _layout.alignment(address | num_bytes)
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
-        params.num_ctas = self._num_ctas(inputs.num_rows)
+        params.tile_tokens, params.shared_bytes, params.num_ctas = _layout.tiling(
+            self._kind, self._split, inputs.num_rows, self._a2a.config.num_sms
+        )
         stream = self._stream()
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -39,14 +39,16 @@ VECTOR_BYTES = 16  # what one thread stores at once
 STATE_HEADER_BYTES = 128  # struct ChannelState in abi.h
 
 WARP_LANES = 32
-MAX_CTA_THREADS = 1024
-MAX_WARPS_PER_PLANE = 8
-MAX_PASSES = 8
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def power_of_two_below(value: int) -> int:
+    """The largest power of two that is not above `value`; 1 at least."""
+    return 1 << max(value, 1).bit_length() - 1
 
 
 def alignment(bits: int) -> int:
@@ -149,10 +151,6 @@ class Plane:
     @property
     def row_bytes(self) -> int:
         return round_up(self.source_bytes + self.tail_bytes, SECTOR_BYTES)
-
-    @property
-    def num_vectors(self) -> int:
-        return self.row_bytes // VECTOR_BYTES
 
 
 def planes(payload: Format, hidden: int, top_k: int, extra_planes: Sequence[int] = ()) -> tuple[Plane, ...]:
@@ -322,22 +320,20 @@ def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -
 
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Lanes:
-    """The threads of a CTA that serve a plane, and how many vectors each of them moves for a token."""
-
-    first_thread: int
-    num_threads: int
-    passes: int
+TILE_START = 640  # of a tile's rows in shared memory: kTileStart in abi.h
+MAX_TILE_TOKENS = 32  # those of a bitmap word
+MAX_SHARED_BYTES = 48 * 1024  # of a CTA: several fit an SM, so that one loads while another stores
+MIN_PHASED_WARPS = 4
 
 
 @dataclass(frozen=True)
 class PhasedSplit:
-    """Which threads serve which plane in the phased schedule."""
+    """How the phased schedule divides a payload: warp i of a CTA serves plane i of a tile of tokens."""
 
     num_threads: int
-    lanes: tuple[Lanes, ...]
+    tile_offsets: tuple[int, ...]  # where a plane's rows begin in a tile, in bytes for each token of the tile
+    token_bytes: int  # of a tile
+    max_tile_tokens: int  # a power of two
 
 
 @dataclass(frozen=True)
@@ -352,11 +348,10 @@ def phased_split(
 ) -> PhasedSplit | NoSplit:
     """Divide a CTA's warps over the planes of a payload, so that a warp computes the addresses of one plane only.
 
-    A plane of the payload gets whole warps, one vector a thread where eight warps suffice. Planes of up to 16 vectors
-    that describe the token (ids, weights, extras) share a warp in halves of 16 lanes. Local; any stream; no device.
+    A CTA holds the rows of a tile of tokens in shared memory, plane behind plane, and warp i sends plane i from there.
+    Local; any stream; no device.
 
-    Returns the split, or `NoSplit` with the reason: a row so wide that eight warps need more than eight passes, or
-    more than 1024 threads in all.
+    Returns the split, or `NoSplit` with the reason: one token's rows do not fit a CTA's share of shared memory.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         return NoSplit(f"num_ranks={num_ranks}: a destination mask holds 1 to {MAX_RANKS} ranks")
@@ -364,33 +359,29 @@ def phased_split(
         return NoSplit(f"top_k={top_k}: a warp reads 1 to {MAX_TOP_K} ids of a token")
     if hidden < 1 or hidden % payload.hidden_multiple:
         return NoSplit(f"hidden={hidden}: {payload} rows need a multiple of {payload.hidden_multiple}")
-    lanes: list[Lanes] = []
-    next_thread = 0
-    open_half: int | None = None  # a half warp that is still free
-    for plane in planes(payload, hidden, top_k, extra_planes):
-        if not plane.carries_payload and plane.num_vectors <= WARP_LANES // 2:
-            first, open_half = (next_thread, next_thread + 16) if open_half is None else (open_half, None)
-            lanes.append(Lanes(first, WARP_LANES // 2, 1))
-        else:
-            first, warps = next_thread, min(-(-plane.num_vectors // WARP_LANES), MAX_WARPS_PER_PLANE)
-            passes = -(-plane.num_vectors // (warps * WARP_LANES))
-            if passes > MAX_PASSES:
-                return NoSplit(
-                    f"plane {plane.name}: {plane.row_bytes} bytes a row are {passes} passes of {warps} warps, "
-                    f"at most {MAX_PASSES} keep the other warps busy enough"
-                )
-            lanes.append(Lanes(first, warps * WARP_LANES, passes))
-        next_thread = max(next_thread, round_up(lanes[-1].first_thread + lanes[-1].num_threads, WARP_LANES))
-    if next_thread > MAX_CTA_THREADS:
-        return NoSplit(f"{len(lanes)} planes need {next_thread} threads, a CTA has {MAX_CTA_THREADS}")
-    return PhasedSplit(next_thread, tuple(lanes))
+    row_bytes = [plane.row_bytes for plane in planes(payload, hidden, top_k, extra_planes)]
+    if len(row_bytes) > MAX_PLANES:
+        return NoSplit(f"{len(row_bytes)} planes, at most {MAX_PLANES} are served")
+    fit = (MAX_SHARED_BYTES - TILE_START) // sum(row_bytes)
+    if not fit:
+        return NoSplit(
+            f"a token's rows are {sum(row_bytes)} bytes, a tile has {MAX_SHARED_BYTES - TILE_START} in shared memory"
+        )
+    return PhasedSplit(
+        num_threads=WARP_LANES * max(MIN_PHASED_WARPS, len(row_bytes)),
+        tile_offsets=tuple(sum(row_bytes[:i]) for i in range(len(row_bytes))),
+        token_bytes=sum(row_bytes),
+        max_tile_tokens=min(MAX_TILE_TOKENS, power_of_two_below(fit)),
+    )
 
 
 Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
 GENERAL_THREADS = 128
-MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tokens
+MAX_GENERAL_TILE_TOKENS = 8
+MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
+TILES_WANTED = {"cpu": 8, "gpu": 64, "nvlink": 64}  # before they grow
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),
@@ -401,6 +392,23 @@ _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for t
 def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
     """The schedule for a kind of world: the best one that the layout allows."""
     return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
+
+
+class Tiling(NamedTuple):
+    """How the CTAs of a dispatch walk over its tokens."""
+
+    tile_tokens: int
+    shared_bytes: int
+    num_ctas: int
+
+
+@lru_cache(maxsize=1 << 14)
+def tiling(kind: Kind, split: PhasedSplit | None, num_tokens: int, num_sms: int | None) -> Tiling:
+    """The tiles of a dispatch of `num_tokens` by the phased schedule of `split`, or by the general one."""
+    most = split.max_tile_tokens if split else MAX_GENERAL_TILE_TOKENS
+    tile_tokens = min(most, power_of_two_below(num_tokens // TILES_WANTED[kind]))
+    tile_bytes = tile_tokens * split.token_bytes if split else 0
+    return Tiling(tile_tokens, TILE_START + tile_bytes, num_ctas(kind, -(-num_tokens // tile_tokens), num_sms))
 
 
 def copy_threads(row_bytes: int) -> int:

@@ -13,13 +13,15 @@ import ep_a2a
 from ep_a2a import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, Config, ConfigMismatch, phased_split
 from ep_a2a.layout import (
     COMBINE_FORMATS,
+    MAX_SHARED_BYTES,
     PAYLOAD_FORMATS,
-    Lanes,
+    TILE_START,
     NoSplit,
     PhasedSplit,
     first_expert,
     layout,
     local_experts,
+    tiling,
 )
 from tests import bodies
 from tests.bodies import Case
@@ -157,42 +159,24 @@ def test_bytes_refuses_other_numbers_of_ranks(ranks, error):
 
 # ---- the phased split --------------------------------------------------------------------------------------------
 
-SPLITS = [
-    (  # warps 0 and 1 activations, 2 scales, 3 ids and weights on 16 lanes each
-        (NVFP4, 2048, 22, 8, ()),
-        PhasedSplit(128, (Lanes(0, 64, 1), Lanes(64, 32, 1), Lanes(96, 16, 1), Lanes(112, 16, 1))),
-    ),
-    (
-        (NVFP4, 512, 4, 4, ()),
-        PhasedSplit(96, (Lanes(0, 32, 1), Lanes(32, 32, 1), Lanes(64, 16, 1), Lanes(80, 16, 1))),
-    ),
-    (  # 3,584 bytes are 224 vectors, 448 are 28
-        (NVFP4, 7168, 8, 128, ()),
-        PhasedSplit(288, (Lanes(0, 224, 1), Lanes(224, 32, 1), Lanes(256, 16, 1), Lanes(272, 16, 1))),
-    ),
-    (
-        (BF16, 7168, 8, 8, ()),  # 896 vectors by 256 threads
-        PhasedSplit(288, (Lanes(0, 256, 4), Lanes(256, 16, 1), Lanes(272, 16, 1))),
-    ),
-    (  # extras share the halves of a warp, but for one of 640 bytes
-        (BF16, 64, 2, 2, (1, 640, 36)),
-        PhasedSplit(
-            160,
-            (Lanes(0, 32, 1), Lanes(32, 16, 1), Lanes(48, 16, 1), Lanes(64, 16, 1), Lanes(96, 64, 1), Lanes(80, 16, 1)),
-        ),
-    ),
-    ((BF16, 16384, 1, 1, ()), PhasedSplit(288, (Lanes(0, 256, 8), Lanes(256, 16, 1), Lanes(272, 16, 1)))),
-]  # fmt: skip
+SPLITS = [  # warps 0 to 3: activations, scales, ids and the global scale, weights; rows of 1024, 128, 96 and 96 bytes
+    ((NVFP4, 2048, 22, 8, ()), PhasedSplit(128, (0, 1024, 1152, 1248), 1344, 32)),
+    ((NVFP4, 512, 4, 4, ()), PhasedSplit(128, (0, 256, 288, 320), 352, 32)),
+    ((NVFP4, 7168, 8, 128, ()), PhasedSplit(128, (0, 3584, 4032, 4096), 4128, 8)),  # 11 tokens would fit
+    ((BF16, 7168, 8, 8, ()), PhasedSplit(128, (0, 14336, 14368), 14400, 2)),
+    ((BF16, 64, 2, 2, (1, 640, 36)), PhasedSplit(192, (0, 128, 160, 192, 224, 864), 928, 32)),
+    ((BF16, 16384, 1, 1, ()), PhasedSplit(128, (0, 32768, 32800), 32832, 1)),
+]
 REFUSED = [
-    ((BF16, 16640, 1, 1, ()), r"rows.*33280 bytes.*9 passes.*8"),
-    ((NVFP4, 2**17, 8, 8, ()), r"rows.*65536 bytes.*16 passes"),
+    ((BF16, 24576, 1, 1, ()), "49216 bytes.*48512"),
+    ((NVFP4, 2**17, 8, 8, ()), "73824 bytes.*48512"),
     ((NVFP4, 2000 + 8, 8, 8, ()), r"hidden=2008.*16"),
     ((NVFP4, 0, 8, 8, ()), "hidden=0"),
     ((NVFP4, 2048, 33, 8, ()), "top_k=33.*32"),
     ((NVFP4, 2048, 0, 8, ()), "top_k=0"),
     ((NVFP4, 2048, 8, 129, ()), "num_ranks=129.*128"),
-    ((NVFP4, 2048, 8, 8, (40000,)), r"extra0.*40000 bytes.*10 passes"),
-    ((BF16, 4096, 8, 8, (4096, 4096, 4096, 4096)), r"7 planes.*1312 threads.*1024"),
+    ((NVFP4, 2048, 8, 8, (50000,)), "51264 bytes.*48512"),
+    ((BF16, 4096, 8, 8, (32,) * 6), "9 planes.*8"),
 ]
 
 
@@ -216,21 +200,23 @@ def test_phased_split_says_why_not(arguments, reason):
     st.integers(1, 32),
     st.lists(st.integers(1, 3000), max_size=4),
 )
-def test_a_split_covers_every_plane_and_no_thread_serves_two(payload, blocks, top_k, extra):
+def test_the_rows_of_a_tile_lie_behind_one_another(payload, blocks, top_k, extra):
     found = phased_split(payload, 128 * blocks, top_k, 8, extra)
     shape = config(payload=payload, hidden=128 * blocks, top_k=top_k, extra_planes=tuple(extra))
     planes = layout(shape, 8).planes
     if isinstance(found, NoSplit):
+        assert sum(plane.row_bytes for plane in planes) > MAX_SHARED_BYTES - TILE_START
         return
-    served = [set(range(one.first_thread, one.first_thread + one.num_threads)) for one in found.lanes]
-    assert len(served) == len(planes) and sum(map(len, served)) == len(set().union(*served))
-    assert max(map(max, served)) < found.num_threads <= 1024 and found.num_threads % 32 == 0
-    for plane, one in zip(planes, found.lanes, strict=True):
-        assert one.num_threads * one.passes >= plane.num_vectors > one.num_threads * (one.passes - 1)
-        warps = {thread // 32 for thread in range(one.first_thread, one.first_thread + one.num_threads)}
-        assert not plane.carries_payload or all(
-            warps.isdisjoint(t // 32 for t in s) for p, s in zip(planes, served, strict=True) if p is not plane
-        )
+    ends = [start + plane.row_bytes for start, plane in zip(found.tile_offsets, planes, strict=True)]
+    assert [0, *ends] == [*found.tile_offsets, found.token_bytes]
+    assert len(planes) <= found.num_threads // 32 and found.num_threads <= 1024
+    assert found.max_tile_tokens in (1, 2, 4, 8, 16, 32)
+    for num_tokens in (0, 1, 33, 5000):
+        for split in (found, None):
+            tiles = tiling("gpu", split, num_tokens, None)
+            assert tiles.tile_tokens in (1, 2, 4, 8, 16, 32) and TILE_START <= tiles.shared_bytes <= MAX_SHARED_BYTES
+            assert tiles.num_ctas == max(1, min(-(-num_tokens // tiles.tile_tokens), 1056))
+            assert tiling("gpu", split, num_tokens, 3).num_ctas <= 3
 
 
 # ---- configurations ----------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
     """The layout of a configuration as soak.cpp reads it: lines of a name and its values."""
     lay = _layout.layout(config, num_ranks)
     split = _layout.phased_split(config.payload, config.hidden, config.top_k, num_ranks, config.extra_planes)
-    phased_threads = split.num_threads if isinstance(split, PhasedSplit) else 0
+    assert isinstance(split, PhasedSplit)
     number = abi.NUMBER[config.combine.columns[0].dtype]
     copy_threads = _layout.copy_threads(lay.outbox_row.row_bytes)
     lines: list[tuple[str | int, ...]] = [
@@ -74,15 +74,14 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
         ("flags", lay.dispatch_flags_offset, lay.end_flags_offset, lay.abort_words_offset),
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
-        ("threads", _layout.GENERAL_THREADS, phased_threads, copy_threads),
+        ("threads", _layout.GENERAL_THREADS, split.num_threads, copy_threads),
+        ("tile", _layout.TILE_START, split.token_bytes, split.max_tile_tokens),
         ("ids_plane", [plane.name for plane in lay.planes].index("ids")),
     ]
     starts = [_layout.first_expert(rank, config.num_experts, num_ranks) for rank in range(num_ranks + 1)]
     lines += [("first_expert", start) for start in starts]
-    for i, (plane, offset) in enumerate(zip(lay.planes, lay.plane_offsets)):
-        lanes = split.lanes[i] if isinstance(split, PhasedSplit) else _layout.Lanes(0, 0, 0)
-        served = (lanes.first_thread, lanes.num_threads)
-        lines.append(("plane", offset, plane.row_bytes, plane.source_bytes, plane.tail_bytes, *served))
+    for plane, offset, in_tile in zip(lay.planes, lay.plane_offsets, split.tile_offsets):
+        lines.append(("plane", offset, plane.row_bytes, plane.source_bytes, plane.tail_bytes, in_tile))
     path.write_text("".join(" ".join(map(str, line)) + "\n" for line in lines))
     return path
 

@@ -275,13 +275,12 @@ void Seat::send() {
   params.num_rows = script.num_rows(rank, round);
   params.top_k = plan.top_k;
   params.num_experts = plan.num_experts;
-  params.phased = plan.phased_threads && h % 8 == 0;
+  plan.choose(params, h % 8 == 0, h / 64, 32 << h / 32 % 2);
   params.num_ctas = 1 + h / 8 % 3;
-  params.num_threads = params.phased ? plan.phased_threads : 32 << h / 32 % 2;
   params.channel = channel;
   for (uint32_t p = 0; p < plan.planes.size(); ++p) {
     const PlanPlane& plane = plan.planes[p];
-    params.planes[p] = {plane.offset, plane.row_bytes, plane.first_thread, plane.num_threads, 0};
+    params.planes[p] = {plane.offset, plane.row_bytes, plane.tile_offset};
     char* rows = sources[p].get();
     std::vector<char> row(plane.row_bytes);
     for (uint32_t t = 0; t < params.num_rows; ++t) {

@@ -2,7 +2,7 @@
 // what does not hold.
 //
 // A vector names its round, so what is wrong is either old (it was seen before it had arrived) or new (it was
-// overwritten while it was still read). The PTX of bulk copies is here: the library itself has none.
+// overwritten while it was still read).
 #pragma once
 
 #include "rows.cuh"
@@ -38,33 +38,7 @@ struct LitmusParams {
 
 // ---- bulk copies ----
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-__device__ __forceinline__ void bulk_store(void* to, const void* from_shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
-               "r"(shared_address(from_shared)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to_shared)),
-               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -134,7 +108,7 @@ __device__ void send_row_bulk_cta(const Channel& c, uint32_t round, uint32_t own
   Vector* staged = static_cast<Vector*>(shared_memory());
   for (uint32_t v = threadIdx.x; v < kVectors; v += blockDim.x)
     staged[v] = vector_of(round, c.rank, owner, row * kVectors + v, 0);
-  if (kSend != Send::kBulkNoFence) fence_proxy_async_shared();  // by each thread that stored
+  if (kSend != Send::kBulkNoFence) fence_proxy_async();  // by each thread that stored
   __syncthreads();
   if (threadIdx.x == 0) {
     bulk_store(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row), staged, kRowBytes);
@@ -159,7 +133,7 @@ __global__ void send_kernel(const __grid_constant__ LitmusParams p) {
   if constexpr (kBulk) {
     for (uint32_t i = blockIdx.x; i < kRows * c.num_ranks; i += gridDim.x)
       send_row_bulk_cta<kSend>(c, round, i % c.num_ranks, i / c.num_ranks);
-    if (kSend != Send::kBulkRead && threadIdx.x == 0) bulk_wait();  // the thread that committed
+    if (kSend != Send::kBulkRead && threadIdx.x == 0) bulk_wait_all();  // the thread that committed
   } else {
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < kRows * kVectors; i += gridDim.x * blockDim.x) {
       for (uint32_t owner = 0; owner < c.num_ranks; ++owner) {
@@ -203,13 +177,14 @@ template <Read kRead>
 __device__ bool look_at_rows_bulk_cta(const Channel& c, uint32_t round, Wrong& wrong) {
   Vector* staged = static_cast<Vector*>(shared_memory());
   uint64_t* barrier = reinterpret_cast<uint64_t*>(staged + kVectors);
-  if (threadIdx.x == 0) mbarrier_init(barrier);
+  if (threadIdx.x == 0) barrier_init(barrier);
   __syncthreads();
   uint32_t parity = 0;
   for (uint32_t i = blockIdx.x; i < kRows * c.num_ranks; i += gridDim.x, parity ^= 1) {
     const uint32_t source = i % c.num_ranks, row = i / c.num_ranks;
     if (threadIdx.x == 0) {
       if (kRead == Read::kBulk) fence_proxy_async_global();  // behind this CTA's acquire
+      barrier_expect_bytes(barrier, kRowBytes);
       bulk_load(staged, row_at(c, c.rank, kRowsOffset, kRowBytes, source, row), kRowBytes, barrier);
     }
     const uint64_t start = time_ns();

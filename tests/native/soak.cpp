@@ -139,7 +139,7 @@ void Rank::loiter(char where) const {
 void Rank::send_rows(DispatchParams& params) {
   for (uint32_t p = 0; p < plan_.planes.size(); ++p) {
     const PlanPlane& plane = plan_.planes[p];
-    params.planes[p] = {plane.offset, plane.row_bytes, plane.first_thread, plane.num_threads, 0};
+    params.planes[p] = {plane.offset, plane.row_bytes, plane.tile_offset};
     const uint32_t step = p == plan_.ids_plane ? 4 : 1;  // ids are read as numbers too
     char* rows = sources_[p].get() + (step << script_.draw('a', rank_, round_, p) % 4) % 16;
     for (uint32_t t = 0; t < params.num_rows; ++t) {
@@ -156,16 +156,14 @@ void Rank::send_rows(DispatchParams& params) {
 
 void Rank::dispatch() {
   const uint64_t h = script_.draw('s', rank_, round_);
-  const bool phased = plan_.phased_threads && h % 2;
   DispatchParams params{};
   params.struct_bytes = sizeof params;
   params.num_planes = static_cast<uint32_t>(plan_.planes.size());
   params.num_rows = script_.num_rows(rank_, round_);
   params.top_k = plan_.top_k;
   params.num_experts = plan_.num_experts;
-  params.phased = phased;
+  plan_.choose(params, h % 2, h / 64, plan_.general_threads >> h / 16 % 3);
   params.num_ctas = 1 + h / 2 % 5;
-  params.num_threads = phased ? plan_.phased_threads : plan_.general_threads >> h / 16 % 3;
   params.channel = channel_;
   send_rows(params);
   count_ = script_.wanted_tokens(rank_, round_);

@@ -15,13 +15,14 @@
 
 struct PlanPlane {
   uint64_t offset;
-  uint32_t row_bytes, source_bytes, tail_bytes, first_thread, num_threads;
+  uint32_t row_bytes, source_bytes, tail_bytes, tile_offset;
 };
 
 struct Plan {
   uint32_t num_ranks = 0, num_experts = 0, top_k = 0, hidden = 0, max_tokens = 0, number = 0;
   uint32_t bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, general_threads = 0, copy_threads = 0;
   uint32_t phased_threads = 0;  // 0 = there is no phased schedule
+  uint32_t tile_start = 0, token_bytes = 0, max_tile_tokens = 0;
   uint32_t ids_plane = 0;
   uint64_t dispatch_flags = 0, end_flags = 0, abort_words = 0, bitmap = 0, outbox = 0, channel_bytes = 0;
   uint64_t source_counts = 0, masks = 0, state_bytes = 0;
@@ -29,6 +30,14 @@ struct Plan {
   std::vector<PlanPlane> planes;
 
   explicit Plan(const char* path);
+  // The schedule of a dispatch, by numbers drawn for it.
+  void choose(DispatchParams& p, bool phased, uint32_t tile_draw, uint32_t general_threads_used) const {
+    p.phased = phased_threads && phased;
+    p.num_threads = p.phased ? phased_threads : general_threads_used;
+    p.tile_tokens = 1u << tile_draw % 6;
+    if (p.phased && p.tile_tokens > max_tile_tokens) p.tile_tokens = max_tile_tokens;
+    p.shared_bytes = tile_start + (p.phased ? p.tile_tokens * token_bytes : 0);
+  }
   uint32_t number_bytes() const { return number == kFp32 ? 4 : 2; }
 };
 
@@ -44,11 +53,12 @@ inline Plan::Plan(const char* path) {
     if (name == "channel") give(bitmap, outbox, channel_bytes);
     if (name == "state") give(source_counts, masks, state_bytes);
     if (name == "threads") give(general_threads, phased_threads, copy_threads);
+    if (name == "tile") give(tile_start, token_bytes, max_tile_tokens);
     if (name == "ids_plane") give(ids_plane);
     if (name == "first_expert") give(first_expert.emplace_back());
     if (name == "plane") {
       PlanPlane& p = planes.emplace_back();
-      give(p.offset, p.row_bytes, p.source_bytes, p.tail_bytes, p.first_thread, p.num_threads);
+      give(p.offset, p.row_bytes, p.source_bytes, p.tail_bytes, p.tile_offset);
     }
   }
   if (!file.eof() || planes.empty() || first_expert.size() != num_ranks + 1) {
