@@ -85,8 +85,10 @@ class Clock(Protocol):
     def device(self) -> str: ...
     def capture(self, work: Work) -> Work:
         """Something that runs `work` as often as it is called."""
+
     def wait(self) -> None:
         """Until the device has done all it was given."""
+
     def times_us(self, sample: Sample, num: int, num_warm: int = 0, level: Work | None = None) -> list[float]:
         """Times of `num` samples; `level` brings all ranks together before each."""
 
@@ -160,11 +162,20 @@ class GraphClock:
         return found[num_warm:]
 
 
+def place(device: str) -> list[str]:
+    """What tells the memory that `device` means here from that of others."""
+    return [platform.node(), "cpu" if device == "cpu" else str(torch.cuda.get_device_properties().uuid)]
+
+
 def timed(work: Work) -> float:
     """Seconds that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def median(times: Sequence[float]) -> float:
+    return statistics.median(times)
 
 
 def copy_times_us(clock: Clock, num: int) -> list[float]:
@@ -203,3 +214,9 @@ def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a results file: a list, a row a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file; none where there is no such file."""
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return found

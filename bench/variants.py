@@ -10,6 +10,7 @@ import ctypes
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,14 +34,17 @@ class Ranks(Protocol):
     world: str
     num_ranks: int
     is_first: bool
-    level: Work | None  # brings all ranks together on the host
+
+    @property
+    def level(self) -> Work | None:
+        """Brings all ranks together on the host, where one process does not drive them all."""
 
     def connect(self, case: Case) -> AbstractContextManager[Sequence[ep_a2a.A2A]]:
         """The connected objects of these ranks."""
 
-    def dispatch(self, entries: list[Any]) -> list[Any]: ...
-    def combine(self, entries: list[Any]) -> Any: ...
-    def release(self, entries: list[Any]) -> None: ...
+    def dispatch(self, entries: list[Any], /) -> list[Any]: ...
+    def combine(self, entries: list[Any], /) -> Any: ...
+    def release(self, entries: list[Any], /) -> None: ...
     def each(self, work: Work) -> None:
         """Run `work` on the stream of each of these ranks."""
 
@@ -51,7 +55,8 @@ class Ranks(Protocol):
 class Together:
     """All ranks of a local world, a stream each, driven by one thread."""
 
-    world, is_first, level = "local", True, None
+    world, is_first = "local", True
+    level: Work | None = None
 
     def __init__(self, world: ep_a2a.LockstepWorld) -> None:
         self._world = world
@@ -118,17 +123,23 @@ class Variant(Protocol):
     """Something with times."""
 
     name: str
-    schedule: str | None  # and what else tells variants of one name apart
     choice: str | None
-    ops: Sequence[str]
 
+    @property
+    def schedule(self) -> str | None:
+        """And what else tells variants of one name apart."""
+
+    @property
+    def ops(self) -> Sequence[str]: ...
     def times_us(self, op: str, num: int) -> list[float]: ...
 
 
 class Timed:
     """A variant whose operations are samples of a clock."""
 
-    name, schedule, choice = "", None, None
+    name = ""
+    schedule: str | None = None
+    choice: str | None = None
 
     def __init__(self, clock: Clock, level: Work | None) -> None:
         self._clock, self._level = clock, level
@@ -157,7 +168,7 @@ class Ours(Timed):
         if schedule != "auto":
             for a2a in a2as:
                 a2a.schedule = schedule  # type: ignore[assignment]
-        self.schedule: str | None = a2as[0].schedule
+        self.schedule = a2as[0].schedule
         self._entries = [(a2a, *inputs.of(a2a.rank)) for a2a in a2as]
         rows = inputs.goes.shape[1], a2as[0].config.hidden
         dtype, device = a2as[0].config.combine.result_dtype, inputs.goes.device
@@ -228,6 +239,7 @@ class Empty(Timed):
     def __init__(self, ranks: Ranks, clock: Clock, ops: Sequence[str]) -> None:
         super().__init__(clock, ranks.level)
         work = nothing if clock.device == "cpu" else lambda: torch.cuda._sleep(1)
+        ranks.each(work)
         replay = clock.capture(lambda: ranks.each(work))
         self._samples = dict.fromkeys(ops, Sample(replay))
 
@@ -241,7 +253,8 @@ class Memset(Timed):
         super().__init__(clock, ranks.level)
         self._buffer = torch.empty(max(4, *num_bytes.values()), dtype=torch.uint8, device=clock.device)
         for op, num in num_bytes.items():
-            self._samples[op] = Sample(clock.capture(lambda: memset(self._buffer[:num])))
+            part = self._buffer[:num]
+            self._samples[op] = Sample(clock.capture(partial(memset, part)))
 
 
 def memset(buffer: torch.Tensor) -> None:
@@ -262,7 +275,7 @@ def memset(buffer: torch.Tensor) -> None:
 class Rival:
     """Another library's rounds, in a process of its own (`bench/peers`) that lives until it fails."""
 
-    choice = None
+    choice: str | None = None
 
     def __init__(self, name: str, make: Callable[[str], Any], tell: Callable[[str], None]) -> None:
         self.name, self._make, self._tell = name, make, tell

@@ -4,9 +4,10 @@ Every generator has the same signature, so that a test can run through `ROUTINGS
 
     (num_tokens, num_experts, top_k, generator) -> ids int32 [T, K], weights fp32 [T, K]
 
-All are seeded by the `torch.Generator`, and lie on its device. The ids of a token are distinct except in `duplicates`; -1 stands
-only in `holes`, `one_expert` and `nothing`, and carries a weight like any other place, which must have no effect.
-Weights are positive and sum to 1 over a token. Distinct ids need top_k <= num_experts, else ValueError.
+All are seeded by the `torch.Generator`, and lie on its device. The ids of a token are distinct except in
+`duplicates`; -1 stands only in `holes`, `one_expert` and `nothing`, and carries a weight like any other place, which
+must have no effect. Weights are positive and sum to 1 over a token. Distinct ids need top_k <= num_experts, else
+ValueError.
 """
 
 from __future__ import annotations
