@@ -95,27 +95,32 @@ class Bench:
 
     def __init__(self, ranks: Ranks, wanted: argparse.Namespace, run: harness.Run, progress: table.Progress) -> None:
         self._ranks, self._wanted, self._run, self._progress = ranks, wanted, run, progress
-        self._clock = harness.GraphClock(wanted.lead_us) if wanted.device == "cuda" else harness.HostClock()
         self.rows: list[Row] = []
         self.left_out: list[str] = []
-        self._rivals = self._make_rivals()
+        self._rivals, lead_us = self._make_rivals()
+        self._clock = harness.GraphClock(lead_us) if wanted.device == "cuda" else harness.HostClock()
         self._gbps = self._measure_copy()
 
-    def _make_rivals(self) -> list[Rival]:
-        alone = self._wanted.device == "cpu" or not isinstance(self._ranks, Together)
-        if alone or "peers" not in self._wanted.variants:
-            return []
+    def _make_rivals(self) -> tuple[list[Rival], float]:
+        """The other libraries that can be measured here, and the lead with which all are timed."""
+        lead_us = self._wanted.lead_us
+        if self._wanted.device == "cpu" or "peers" not in self._wanted.variants or self._ranks.world != "local":
+            return [], lead_us
         try:
             from bench import peers
         except ImportError as error:
             self._tell(f"no peers: {error}")
-            return []
+            return [], lead_us
         chosen = self._wanted.peers or peers.NAMES
         reasons = {name: peers.available(name) for name in chosen}
         for name, reason in reasons.items():
             if reason:
                 self._tell(f"{name}: {reason}")
-        return [Rival(name, peers.Peer, self._tell) for name in chosen if not reasons[name]]
+        rivals = [Rival(name, peers.Peer, self._tell) for name in chosen if not reasons[name]]
+        if rivals and lead_us != getattr(peers, "LEAD_US", 0.0):
+            lead_us = getattr(peers, "LEAD_US", 0.0)
+            self._tell(f"peers are timed with a lead of {lead_us:g} us: so is everything else")
+        return rivals, lead_us
 
     def _measure_copy(self) -> float:
         """GB/s, read and written, of all devices together. Collective."""
@@ -194,7 +199,7 @@ class Bench:
             if op not in one.ops:  # it has failed on the way
                 continue
             num_bytes = own_bytes.get(one.name, moved.total)
-            what = op, one.name, one.schedule, one.choice
+            what = op, one.name, one.schedule_of(op), one.choice
             self._add(what, case.fields(), slowest, num_bytes, self._gbps)
 
     def _add(self, what: tuple[Any, ...], case: Row, times: Sequence[float], num_bytes: int, gbps: float) -> None:

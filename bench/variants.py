@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -126,11 +127,10 @@ class Variant(Protocol):
     choice: str | None
 
     @property
-    def schedule(self) -> str | None:
+    def ops(self) -> Sequence[str]: ...
+    def schedule_of(self, op: str) -> str | None:
         """And what else tells variants of one name apart."""
 
-    @property
-    def ops(self) -> Sequence[str]: ...
     def times_us(self, op: str, num: int) -> list[float]: ...
 
 
@@ -149,6 +149,9 @@ class Timed:
     @property
     def ops(self) -> Sequence[str]:
         return list(self._samples)
+
+    def schedule_of(self, op: str) -> str | None:
+        return self.schedule
 
     def times_us(self, op: str, num: int) -> list[float]:
         num_warm = NUM_WARM_TURN if op in self._is_warm else NUM_WARM
@@ -273,31 +276,32 @@ def memset(buffer: torch.Tensor) -> None:
 
 
 class Rival:
-    """Another library's rounds, in a process of its own (`bench/peers`) that lives until it fails."""
+    """Another library's rounds, in a process of its own (`bench/peers`). What fails is told, and left out."""
 
     choice: str | None = None
 
     def __init__(self, name: str, make: Callable[[str], Any], tell: Callable[[str], None]) -> None:
         self.name, self._make, self._tell = name, make, tell
         self._peer: Any = None
+        self._is_warm: set[str] = set()
         self.ops: Sequence[str] = ()
 
-    @property
-    def schedule(self) -> str | None:
-        """How it was set up, where it says."""
-        return getattr(self._peer, "note", None) or None
+    def schedule_of(self, op: str) -> str | None:
+        """How the operation was set up, where the peer says it: `dispatch: PDL on (...)`."""
+        said = re.search(rf"\b{op}: ([^(,]+)", getattr(self._peer, "note", ""))
+        return said[1].strip() if said else None
 
     def prepare(self, ops: Sequence[str], case: Case, ids: torch.Tensor) -> None:
-        """Build a case; where not all operations can be, dispatch alone. What failed is told, and left out."""
+        """Build a case; where not all operations can be, dispatch alone."""
         self.ops = ()
-        for wanted in [tuple(ops), ("dispatch",)]:
+        self._is_warm = set()
+        for wanted in dict.fromkeys((tuple(ops), tuple(op for op in ops if op == "dispatch"))):
             try:
                 self._peer = self._peer or self._make(self.name)
-                self._peer.prepare(wanted, ids, case.hidden, case.num_experts)
+                if wanted:
+                    self._peer.prepare(wanted, ids, case.hidden, case.num_experts)
             except Exception as error:  # of another library, in another process: it costs its own rows
-                self._failed(f"{case}, {', '.join(wanted)}", error)
-                if "dispatch" not in ops or wanted == ("dispatch",):
-                    return
+                self._tell(f"{self.name}, {case}, {', '.join(wanted)}: {error}")
             else:
                 self.ops = wanted
                 return
@@ -305,13 +309,15 @@ class Rival:
     def times_us(self, op: str, num: int) -> list[float]:
         if op not in self.ops:
             return []
+        num_warm = NUM_WARM_TURN if op in self._is_warm else NUM_WARM
+        self._is_warm.add(op)
         try:
-            found: list[float] = self._peer.times_us(op, num)
+            found: list[float] = self._peer.times_us(op, num_warm + num)
         except Exception as error:
-            self._failed(op, error)
+            self._tell(f"{self.name}, {op}: {error}")
             self.ops = ()
             return []
-        return found
+        return found[num_warm:]
 
     def close(self) -> None:
         """End the process."""
@@ -321,7 +327,3 @@ class Rival:
                 peer.close()
             except Exception as error:
                 self._tell(f"{self.name}: {error}")
-
-    def _failed(self, what: str, error: Exception) -> None:
-        self._tell(f"{self.name}, {what}: {error}")
-        self.close()
