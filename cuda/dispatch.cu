@@ -17,6 +17,7 @@
 namespace {
 
 constexpr uint32_t kMaskWords = kMaxRanks / 32;
+constexpr uint32_t kLargeTile = 16;   // tiles of rounds that are larger than the L2 cache
 constexpr uint32_t kWordTokens = 32;  // of a bitmap word; a tile has as many at most, and never parts of two words
 
 struct Shared {                             // of a CTA; the rows of a tile follow
@@ -108,6 +109,7 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
   constexpr uint32_t kBatch = 4;
   const Channel& c = p.channel;
   const uint32_t num_vectors = plane.row_bytes / kVectorBytes, num_items = tile.count * num_vectors;
+  const uint64_t policy = evict_first();
   for (uint32_t item = threadIdx.x; item < num_items; item += blockDim.x * kBatch) {
     Vector vectors[kBatch];
     uint32_t tokens[kBatch];
@@ -123,7 +125,7 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
       for (uint32_t b = 0; b < kBatch; ++b) {
         const uint32_t i = item + b * blockDim.x;
         if (i >= num_items || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
-        st_vector(rows + static_cast<uint64_t>(i) * kVectorBytes, vectors[b]);
+        st_vector(rows + static_cast<uint64_t>(i) * kVectorBytes, vectors[b], policy);
       }
     }
   }
@@ -147,12 +149,13 @@ __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& t
     if (is_copied_whole(p.planes[i], p.sources[i])) num_bytes += tile.count * p.planes[i].row_bytes;
   }
   barrier_expect_bytes(&shared.loaded, num_bytes);
+  const uint64_t policy = p.tile_tokens < kLargeTile ? evict_normal() : evict_first();
   for (uint32_t i = 0; i < p.num_planes; ++i) {
     const Plane& plane = p.planes[i];
     if (!is_copied_whole(plane, p.sources[i])) continue;
     const char* rows =
         static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
-    bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded);
+    bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
   }
 }
 
@@ -175,6 +178,7 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
                                                        const Plane& plane) {
   const Channel& c = p.channel;
   const char* from = tile_rows(p, plane);
+  const uint64_t policy = evict_first();
   for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += kLanes) {
     uint32_t tokens = tokens_by_lane_warp(shared, tile.count, first_rank, c.num_ranks);
     const uint32_t rank = first_rank + threadIdx.x % kLanes;
@@ -182,7 +186,7 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
       const uint32_t begin = __ffs(tokens) - 1,
                      length = __ffs(~(tokens >> begin)) ? __ffs(~(tokens >> begin)) - 1 : kLanes;
       bulk_store(row_at(c, rank, plane.offset, plane.row_bytes, c.rank, tile.first + begin),
-                 from + begin * plane.row_bytes, length * plane.row_bytes);
+                 from + begin * plane.row_bytes, length * plane.row_bytes, policy);
       tokens = begin + length < kLanes ? tokens >> (begin + length) << (begin + length) : 0;
     }
   }

@@ -111,7 +111,7 @@ __device__ void send_row_bulk_cta(const Channel& c, uint32_t round, uint32_t own
   if (kSend != Send::kBulkNoFence) fence_proxy_async();  // by each thread that stored
   __syncthreads();
   if (threadIdx.x == 0) {
-    bulk_store(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row), staged, kRowBytes);
+    bulk_store(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row), staged, kRowBytes, evict_first());
     bulk_commit();
     bulk_wait_read();  // the row is staged anew
   }
@@ -185,7 +185,7 @@ __device__ bool look_at_rows_bulk_cta(const Channel& c, uint32_t round, Wrong& w
     if (threadIdx.x == 0) {
       if (kRead == Read::kBulk) fence_proxy_async_global();  // behind this CTA's acquire
       barrier_expect_bytes(barrier, kRowBytes);
-      bulk_load(staged, row_at(c, c.rank, kRowsOffset, kRowBytes, source, row), kRowBytes, barrier);
+      bulk_load(staged, row_at(c, c.rank, kRowsOffset, kRowBytes, source, row), kRowBytes, barrier, evict_normal());
     }
     const uint64_t start = time_ns();
     bool done = false;
