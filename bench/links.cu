@@ -2,11 +2,11 @@
 //
 //   links [SECONDS]
 //
-// One process. A first line names the `device`, then one line of JSON for each variant: op, direction, ctas, threads, row_bytes, bytes (each way), us (the
-// median of those of the slower GPU), gbps (each way), wrong (vectors that did not arrive as they were sent). Small
-// numbers of rows run `repeats` times in a graph, and us is that of one. What SECONDS are too short for is counted in
-// a last line, `left_out`. Ends with 1 where anything was wrong, with 2 where CUDA itself fails, with 3 where there are
-// no two GPUs that reach each other.
+// One process. A first line names the `device`, then one line of JSON for each variant: op, direction, ctas, threads,
+// row_bytes, bytes (each way), us (the median of those of the slower GPU), gbps (each way), wrong (vectors that did not
+// arrive as they were sent). Small numbers of rows run `repeats` times in a graph, and us is that of one. What SECONDS
+// are too short for is counted in a last line, `left_out`. Ends with 1 where anything was wrong, with 2 where CUDA
+// itself fails, with 3 where there are no two GPUs that reach each other.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

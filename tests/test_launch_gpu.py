@@ -311,7 +311,7 @@ def test_all_parts_run_and_leave_rows(machine: Machine, libraries: str, tmp_path
     links = json.loads((tmp_path / "out/h200x2_links.json").read_text())
     assert {**links[0], "run": ""} == {**LINE, "run": "", "device": "2 x Made up", "commit": "abc"}
     rows = json.loads((tmp_path / "out/h200x2_tests.json").read_text())
-    suites = [("nvlink", 1), ("litmus", 1), ("processes", 1), ("processes", 4), ("processes", 8)]
+    suites = [("nvlink", 1), ("processes", 1), ("litmus", 1), ("processes", 4), ("processes", 8)]
     assert [(row["suite"], row["ranks_per_gpu"]) for row in rows] == suites
     runs = [line.split()[1] for line in machine.said() if line.startswith("pytest ")]
     assert runs == ["alone", "alone", "alone", "25", "12"]
