@@ -5,8 +5,8 @@
 
 FOLDER holds for each suite SUITE.status ("exit code, seconds"), SUITE.xml (pytest's JUnit report; none if the suite was
 ended) and SUITE.log. A row for each suite, world and number of ranks counts its tests; a test says by
-`record_property` which world and ranks it had. A test that records `tool`, `errors`, `rounds` or `wrong` has a row of
-its own besides, with all that it recorded.
+`record_property` which world and ranks it had. A test that records `tool`, `errors`, `rounds`, `wrong` or
+`told_after_s` has a row of its own besides, with all that it recorded.
 
 A run replaces the rows of other commits and those of its own suites with as many ranks a GPU; with --quick it adds to
 what is there. Ends with 1 unless every suite passed.
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import harness  # noqa: E402
 
-OWN_ROW = ("tool", "errors", "rounds", "wrong")
+OWN_ROW = ("tool", "errors", "rounds", "wrong", "told_after_s")
 TESTS_FAILED, NO_TESTS = 1, 5  # pytest's exit codes
 ENDED = (124, 137)  # those of `timeout`
 SHOWN_FAILURES, SHOWN_LINES = 3, 30
