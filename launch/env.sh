@@ -149,6 +149,27 @@ for item in json.load(open(sys.argv[1]))["install"]:
   use_site_deps
 }
 
+# use_python WHEELS: on a machine without a registry, the python3 that has torch and pytest; before what it has come
+# build/site-gpu, into which the wheels of that folder go, and this checkout
+use_python() {
+  local wheels=$1
+  command -v python3 >/dev/null || die "no python3"
+  python=$(command -v python3)
+  site_deps=$root/build/site-gpu own_path=${PYTHONPATH:-}
+  if [[ -n $wheels ]]; then
+    compgen -G "$wheels/*.whl" >/dev/null || die "--wheels $wheels: no .whl file is there"
+    rm -rf "$site_deps"
+    PIP_USER=0 "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-index \
+      --no-deps --no-compile --no-cache-dir --ignore-installed --no-warn-script-location --prefix "$site_deps" \
+      "$wheels"/*.whl || die "pip could not install the wheels of $wheels"
+  fi
+  export PATH="$site_deps/bin:$site_deps/local/bin:$PATH"
+  use_site_deps
+  export PYTHONPATH="$root:$PYTHONPATH"
+  has_torch "$python" "" || die "python3 has no torch of 2.8 or newer"
+  "$python" -c 'import pytest' 2>/dev/null || die "python3 has no pytest: give its wheels with --wheels"
+}
+
 gpu_visible() {
   [[ ${CUDA_VISIBLE_DEVICES-unset} != "" ]] && [[ $(nvidia-smi -L 2>/dev/null || true) == *GPU* ]]
 }

@@ -16,7 +16,7 @@ skip_without() {
 
 format_cpp() {
   local files=()
-  mapfile -d '' -t files < <(find cuda tests/native -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | tr '\n' '\0')
+  mapfile -d '' -t files < <(find bench cuda tests/native -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | tr '\n' '\0')
   "$python" -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror "${files[@]}"
 }
 

@@ -2,7 +2,7 @@
 # The tests that need a GPU, on a machine that has one and asks no package registry:
 #
 #   bash launch/test_gpu.sh [--wheels FOLDER] [--lib FOLDER] [--commit HASH] [--out FILE] [--quick] [--seconds N]
-#                           [SUITE...]
+#                           [--ranks-per-gpu N] [SUITE...]
 #
 #   --wheels   packages that python3 lacks, as .whl files: installed into build/site-gpu
 #   --lib      libep_a2a_host.so and libep_a2a_cuda.so, perhaps litmus beside them: taken where they load on this GPU;
@@ -11,9 +11,10 @@
 #   --out      the rows: bench/results/h200_tests.json if not given
 #   --quick    what takes 3 minutes at most, in all; its rows are added to those that are there
 #   --seconds  how long all suites together may take; those that are cut off have failed
-#   SUITE      local, litmus, processes, sanitize, soak: only those
+#   --ranks-per-gpu  of all worlds of `processes`; else they have 2 to 16 ranks on whatever GPUs there are
+#   SUITE      local, litmus, processes, sanitize, soak: only those; or nvlink, which wants two GPUs
 #
-# Where 8 ranks are more than there are GPUs, `processes` runs under launch/mps.sh. Ends with 0 if every suite passed.
+# Where GPUs are shared, `processes` runs under launch/mps.sh. Ends with 0 if every suite passed.
 
 # shellcheck disable=SC2329 # traps call these functions
 # shellcheck source-path=SCRIPTDIR source=env.sh
@@ -26,10 +27,11 @@ declare -A files=(
   [processes]=tests/test_gpu_processes.py
   [sanitize]=tests/test_gpu_sanitize.py
   [soak]=tests/test_gpu_soak.py
+  [nvlink]="tests/test_gpu_nvlink.py tests/test_gpu_errors.py::test_another_current_device"
 )
-declare -A limit_s=([local]=300 [litmus]=120 [processes]=420 [sanitize]=420 [soak]=420)
+declare -A limit_s=([local]=300 [litmus]=120 [processes]=420 [sanitize]=420 [soak]=420 [nvlink]=240)
 
-wheels="" lib="" quick="" all_s="" marks="gpu" suites=() converter=() child="" reports=$root/build/gpu
+wheels="" lib="" quick="" all_s="" ranks_per_gpu="" marks="gpu" suites=() converter=() child="" reports=$root/build/gpu
 
 options() {
   while (($#)); do
@@ -44,39 +46,30 @@ options() {
         if [[ $1 == --out ]]; then converter+=("$1" "$(realpath -m "$2")"); else converter+=("$1" "$2"); fi
         shift
         ;;
-      --quick) quick=--quick marks="gpu and not slow" all_s=180 ;;
+      --quick)
+        quick=--quick marks="gpu and not slow" all_s=180
+        export EP_A2A_SOAK_ROUNDS=2000
+        ;;
       --seconds)
         [[ ${2:-} =~ ^[1-9][0-9]{0,4}$ ]] || die "--seconds ${2:-}: must be a number"
         all_s=$2
         shift
         ;;
+      --ranks-per-gpu)
+        [[ ${2:-} =~ ^[1-9][0-9]?$ ]] || die "--ranks-per-gpu ${2:-}: must be a number in [1, 99]"
+        ranks_per_gpu=$2
+        converter+=("$1" "$2")
+        shift
+        ;;
       *)
-        [[ -n ${files[$1]:-} ]] || die "$1: neither an option nor a suite: local, litmus, processes, sanitize, soak"
+        [[ -n ${files[$1]:-} ]] ||
+          die "$1: neither an option nor a suite: local, litmus, processes, sanitize, soak, nvlink"
         suites+=("$1")
         ;;
     esac
     shift
   done
   ((${#suites[@]})) || suites=(local litmus processes sanitize soak)
-}
-
-# The Python that has torch and pytest, with build/site-gpu and this checkout before what it has
-use_python() {
-  command -v python3 >/dev/null || die "no python3"
-  python=$(command -v python3)
-  site_deps=$root/build/site-gpu own_path=${PYTHONPATH:-}
-  if [[ -n $wheels ]]; then
-    compgen -G "$wheels/*.whl" >/dev/null || die "--wheels $wheels: no .whl file is there"
-    rm -rf "$site_deps"
-    PIP_USER=0 "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-index \
-      --no-deps --no-compile --no-cache-dir --ignore-installed --no-warn-script-location --prefix "$site_deps" \
-      "$wheels"/*.whl || die "pip could not install the wheels of $wheels"
-  fi
-  export PATH="$site_deps/bin:$site_deps/local/bin:$PATH"
-  use_site_deps
-  export PYTHONPATH="$root:$PYTHONPATH"
-  has_torch "$python" "" || die "python3 has no torch of 2.8 or newer"
-  "$python" -c 'import pytest' 2>/dev/null || die "python3 has no pytest: give its wheels with --wheels"
 }
 
 # fits FOLDER: do both libraries there load, with the structs of these sources and code for this GPU?
@@ -146,7 +139,8 @@ run_suite() {
   fi
   if [[ $name == processes ]]; then
     gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
-    runner=(bash launch/mps.sh --ranks-per-gpu $(((most_ranks + gpus - 1) / gpus)) --)
+    runner=(bash launch/mps.sh --ranks-per-gpu "${ranks_per_gpu:-$(((most_ranks + gpus - 1) / gpus))}" --)
+    [[ -z $ranks_per_gpu ]] || export EP_A2A_TEST_RANKS=$((gpus * ranks_per_gpu))
   fi
   read -ra names <<<"${files[$name]}"
   say "$name: at most $seconds s"
@@ -180,7 +174,7 @@ trap 'stop_child TERM' EXIT
 trap 'interrupted 130' INT
 trap 'interrupted 143' TERM
 trap 'interrupted 129' HUP
-use_python
+use_python "$wheels"
 use_libraries
 for suite in "${suites[@]}"; do run_suite "$suite"; done
 "$python" tests/gpu_results.py "$reports" "${suites[@]}" "${converter[@]}" ${quick:+"$quick"}

@@ -21,6 +21,7 @@ if command -v nvcc >/dev/null; then
   run_cmake -S . -B build/cmake-nvcc -G Ninja -DEP_A2A_CUDA=ON -DEP_A2A_SUFFIX=-nvcc -DEP_A2A_SPILLS_ARE_ERRORS=ON \
     -DEP_A2A_WERROR=ON -DEP_A2A_NATIVE_TESTS=ON >build/cmake.log || { cat build/cmake.log >&2 && exit 1; }
   run_cmake --build build/cmake-nvcc --target ep_a2a_cuda litmus
+  "${CUDACXX:-nvcc}" -std=c++20 -O3 -arch=sm_90 -Icuda -Itests/native -Werror=all-warnings -o build/links bench/links.cu
 else
   say "skipped: no nvcc on this machine, nothing compiled for GPUs"
 fi

@@ -1,14 +1,15 @@
 """What launch/test_gpu.sh found, as rows of JSON and as a table on the screen.
 
     python tests/gpu_results.py FOLDER SUITE... [--out bench/results/h200_tests.json] [--commit HASH] [--quick]
+                                [--ranks-per-gpu N]
 
 FOLDER holds for each suite SUITE.status ("exit code, seconds"), SUITE.xml (pytest's JUnit report; none if the suite was
 ended) and SUITE.log. A row for each suite, world and number of ranks counts its tests; a test says by
-`record_property` which world and ranks it had. A test that records `tool`, `errors`, `rounds` or `wrong` has a row of
-its own besides, with all that it recorded.
+`record_property` which world and ranks it had. A test that records `tool`, `errors`, `rounds`, `wrong` or
+`told_after_s` has a row of its own besides, with all that it recorded.
 
-A run replaces the rows of other commits and those of its own suites; with --quick it adds to what is there. Ends with 1
-unless every suite passed.
+A run replaces the rows of other commits and those of its own suites with as many ranks a GPU; with --quick it adds to
+what is there. Ends with 1 unless every suite passed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import harness  # noqa: E402
 
-OWN_ROW = ("tool", "errors", "rounds", "wrong")
+OWN_ROW = ("tool", "errors", "rounds", "wrong", "told_after_s")
 TESTS_FAILED, NO_TESTS = 1, 5  # pytest's exit codes
 ENDED = (124, 137)  # those of `timeout`
 SHOWN_FAILURES, SHOWN_LINES = 3, 30
@@ -130,8 +131,12 @@ def merged(old: Sequence[Row], new: Sequence[Row], commit: str, quick: bool) -> 
     """The rows of the file after this run."""
     if quick:
         return [*old, *({**row, "quick": True} for row in new)]
-    suites = {row["suite"] for row in new}
-    kept = [row for row in old if row.get("commit") == commit and (row.get("quick") or row["suite"] not in suites)]
+
+    def what(row: Row) -> tuple[str, int | None]:
+        return row["suite"], row.get("ranks_per_gpu")
+
+    again = set(map(what, new))
+    kept = [row for row in old if row.get("commit") == commit and (row.get("quick") or what(row) not in again)]
     return [*kept, *new]
 
 
@@ -205,9 +210,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/h200_tests.json")
     parser.add_argument("--commit", default="")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ranks-per-gpu", type=int, help="of the suite `processes`, where it was not its own choice")
     given = parser.parse_args(words)
     run = asdict(harness.Run.here())
     about = run | place() | ({"commit": given.commit} if given.commit else {})
+    if given.ranks_per_gpu:
+        about["ranks_per_gpu"] = given.ranks_per_gpu
     suites = [read_suite(given.folder, name, given.quick) for name in given.suites]
     rows = [row | about for suite in suites for row in rows_of(suite)]
     old = json.loads(given.out.read_text()) if given.out.is_file() else []

@@ -1,6 +1,7 @@
 """Ranks as processes with GPUs, over NVSHMEM: several on one GPU under MPS, or one on each, started by every launcher.
 
-Starting a process costs seconds, so one job runs many cases.
+Starting a process costs seconds, so one job runs many cases. EP_A2A_TEST_RANKS makes all worlds that large whose size
+does not matter, and leaves out what then says nothing new, or takes too long.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from tests.replay import CopyExperts, Layers, Rounds, own_combine, own_dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 MIB = 2**20
+RANKS = int(os.environ.get("EP_A2A_TEST_RANKS", "0"))
+not_many = pytest.mark.skipif(RANKS > 8, reason="takes long with more than 8 ranks; run with fewer on a GPU")
+of_two = pytest.mark.skipif(RANKS > 2, reason="a matter of 2 ranks; run with fewer on a GPU")
 SMALL = Case(num_experts=20, top_k=3, max_tokens=6, num_rounds=3, routing="mixed", counts="up_and_down")
 TABLE = [
     *(replace(cases.NEMOTRON, payload=f, max_tokens=9, routing="mixed") for f in PAYLOAD_FORMATS),
@@ -126,13 +130,14 @@ def sub_groups(group):
     bodies.rounds(world.resolve(own), half_case)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [RANKS] if RANKS else [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_torchrun(run_processes, num_ranks):
     found = run_processes(_all_of_it, num_ranks, 512 * MIB, True, launcher="torchrun", deadline_s=500)
     assert found == ["ok"] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(4, marks=pytest.mark.slow), 8])
+@not_many
+@pytest.mark.parametrize("num_ranks", [RANKS] if RANKS else [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_mpirun(run_processes, num_ranks):
     found = run_processes(_all_of_it, num_ranks, 512 * MIB, False, launcher="mpirun", deadline_s=500)
     assert found == ["ok"] * num_ranks
@@ -144,9 +149,11 @@ def _without_reserve():
     return [bodies.rounds(group, case), bodies.rounds(group, case)]  # the heap has what the first connect needed
 
 
+@not_many
 def test_the_first_connect_makes_the_heap(run_processes):
-    wanted = ep_a2a.local(3).run(bodies.rounds, replace(SMALL, num_rounds=2))
-    found = run_processes(_without_reserve, 3, deadline_s=200)
+    num_ranks = RANKS or 3
+    wanted = ep_a2a.local(num_ranks).run(bodies.rounds, replace(SMALL, num_rounds=2))
+    found = run_processes(_without_reserve, num_ranks, deadline_s=200)
     assert found == [[one, one] for one in wanted]
 
 
@@ -256,7 +263,11 @@ def after_a_timeout(a2a, call, told, by_graph):
     assert time.monotonic() - started < 1
 
 
-@pytest.mark.parametrize(("num_ranks", "late"), [(4, 2), pytest.param(8, 0, marks=pytest.mark.slow)])
+LATE_RANKS = [(RANKS, RANKS // 2)] if RANKS else [(4, 2), pytest.param(8, 0, marks=pytest.mark.slow)]
+
+
+@not_many
+@pytest.mark.parametrize(("num_ranks", "late"), LATE_RANKS)
 def test_a_rank_that_stops_calling(run_processes, num_ranks, late):
     assert run_processes(_stops, num_ranks, late, deadline_s=300) == ["told"] * num_ranks
 
@@ -296,10 +307,12 @@ def _initialised_by_others():
     return digest
 
 
+@not_many
 def test_nvshmem_that_somebody_else_initialised_in_another_order(run_processes):
     pytest.importorskip("nvshmem.core", reason="nvshmem4py is not installed")
-    found = run_processes(_initialised_by_others, 4, deadline_s=200)
-    assert found == ep_a2a.local(4).run(bodies.rounds, SMALL)
+    num_ranks = RANKS or 4
+    found = run_processes(_initialised_by_others, num_ranks, deadline_s=200)
+    assert found == ep_a2a.local(num_ranks).run(bodies.rounds, SMALL)
 
 
 class _Hidden(importlib.abc.MetaPathFinder):
@@ -330,6 +343,7 @@ def _no_nvshmem4py(without):
     return refused(lambda: ep_a2a.connect(SMALL.config(), group=group), (EpError, ImportError), "nvshmem4py")
 
 
+@of_two
 @pytest.mark.parametrize("without", [(0, 1), (1,)])
 def test_nvshmem4py_is_missing(run_processes, without):
     run_processes(_no_nvshmem4py, 2, without, deadline_s=120)
@@ -342,6 +356,7 @@ def _no_gpu():
     )
 
 
+@of_two
 def test_no_gpu_is_visible(run_processes):
     run_processes(_no_gpu, 2, mps=False, env={"CUDA_VISIBLE_DEVICES": ""}, deadline_s=120)
 
@@ -357,6 +372,7 @@ def _no_mps():
     return refused(connect, EpError, "MPS", r"\b2\b")
 
 
+@of_two
 def test_ranks_that_share_a_gpu_without_mps(run_processes):
     run_processes(_no_mps, 2, mps=False, env={"CUDA_VISIBLE_DEVICES": "0"}, deadline_s=120)
 
@@ -372,6 +388,7 @@ def _heap_too_small():
     return bodies.rounds(group, SMALL)
 
 
+@of_two
 def test_a_heap_that_is_too_small(run_processes):
     found = run_processes(_heap_too_small, 2, deadline_s=120)
     assert found == ep_a2a.local(2).run(bodies.rounds, SMALL)

@@ -30,10 +30,11 @@ PRIME = 251  # values are -125 to 125: times 8 ranks they stay below 2048
 class Plan:
     """What the ranks do in the round that a counter on the device names."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_ranks: int = RANKS) -> None:
+        self._experts_of_rank = EXPERTS // num_ranks
         self.round = torch.zeros((), dtype=torch.int64, device=device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
-        self.rank = torch.arange(RANKS, device=device)
+        self.rank = torch.arange(num_ranks, device=device)
         self.token = torch.arange(TOKENS, device=device)
         self.weights = torch.ones(TOKENS, TOP_K, device=device)
         column = torch.arange(HIDDEN, device=device)
@@ -58,7 +59,7 @@ class Plan:
 
     def goes(self, ids: Tensor, counts: Tensor) -> Tensor:
         """bool [R, T, R]: which token goes to which rank."""
-        owner = torch.div(ids, EXPERTS // RANKS, rounding_mode="floor")
+        owner = torch.div(ids, self._experts_of_rank, rounding_mode="floor")
         there = (owner[..., None] == self.rank).any(dim=2)
         return there & (self.token < counts[:, None])[..., None]
 
@@ -128,16 +129,17 @@ def plan_of(round_: int) -> Plan:
     return plan
 
 
-def test_rounds_on_a_cpu_are_right_and_a_mistake_shows():
-    world = test_together.World(RANKS)
-    a2as, plan = world.connect(CASE.config(), world), Plan(torch.device("cpu"))
+@pytest.mark.parametrize("num_ranks", [2, RANKS])
+def test_rounds_on_a_cpu_are_right_and_a_mistake_shows(num_ranks):
+    world = test_together.World(num_ranks)
+    a2as, plan = world.connect(CASE.config(), world), Plan(torch.device("cpu"), num_ranks)
     for _ in range(20):
         one_round(world.dispatch, world.combine, a2as, plan)
     assert (int(plan.round), int(plan.wrong)) == (20, 0)
     dispatch = world.dispatch
 
     def rows_of_other_tokens(entries):
-        return dispatch([(a2a, x.roll(1, 0), *rest) if a2a.rank == 3 else (a2a, x, *rest) for a2a, x, *rest in entries])
+        return dispatch([(a2a, x.roll(1, 0), *rest) if a2a.rank == 1 else (a2a, x, *rest) for a2a, x, *rest in entries])
 
     world.dispatch = rows_of_other_tokens
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""launch/mps.sh and launch/test_gpu.sh on a machine without a GPU: the programs that they start are made up."""
+"""launch/mps.sh, launch/test_gpu.sh and bench/nvlink.sh without a GPU: the programs that they start are made up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ fi
 
 SMI = r"""#!/usr/bin/env bash
 case $* in
-  -L) echo "GPU 0: Made up (UUID: GPU-0)" ;;
+  -L) for ((i = 0; i < ${FAKE_GPUS:-1}; i++)); do echo "GPU $i: Made up (UUID: GPU-$i)"; done ;;
   *compute_cap*) echo 9.0 ;;
   *) echo "Made up, 580.1" ;;
 esac
@@ -45,7 +45,7 @@ esac
 PYTHON = r"""#!/usr/bin/env bash
 case $* in
   "-m pytest "*)
-    echo "pytest ${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-alone} $*" >>"$FAKE_LOG"
+    echo "pytest ${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-alone} $* ranks=${EP_A2A_TEST_RANKS:-}" >>"$FAKE_LOG"
     for word in "$@"; do [[ $word != --junitxml=* ]] || report=${word#*=}; done
     [[ -z ${FAKE_SLEEP:-} ]] || { echo "started $$" >>"$FAKE_LOG"; exec sleep "$FAKE_SLEEP"; }
     failure="" code=0
@@ -56,6 +56,8 @@ case $* in
   "-m pip "* | "-m cmake "*) echo "$*" >>"$FAKE_LOG" ;;
   "- "*) ;;
   *native.load*) exit "${FAKE_MISFIT:-0}" ;;
+  *device_count*) echo "${FAKE_GPUS:-1}" ;;
+  *torch.distributed.run*) echo "torchrun $EP_A2A_LIBRARY_DIR $*" >>"$FAKE_LOG" ;;
   *) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
@@ -81,6 +83,8 @@ class Machine:
             "launch/test_gpu.sh",
             "tests/gpu_results.py",
             "bench/harness.py",
+            "bench/links.py",
+            "bench/nvlink.sh",
         ):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
@@ -92,7 +96,8 @@ class Machine:
         self.temporary = temporary
 
     def start(self, script: str, *words: str, **more: str) -> subprocess.Popen[str]:
-        command = ["bash", str(self.root / "launch" / script), *words]
+        folder = "bench" if script == "nvlink.sh" else "launch"
+        command = ["bash", str(self.root / folder / script), *words]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env={**self.environment, **more}, stdout=pipe, stderr=pipe, text=True)
 
@@ -237,6 +242,18 @@ def test_a_failure_is_shown_and_told(machine: Machine, libraries: str) -> None:
     assert all(row["quick"] for row in rows)
 
 
+def test_ranks_per_gpu_size_the_worlds(machine: Machine, libraries: str) -> None:
+    for ranks, percentage in (("1", "alone"), ("4", "25"), ("4", "25")):
+        words = ("--lib", libraries, "--commit", "abc", "--ranks-per-gpu", ranks, "processes")
+        done = machine.run("test_gpu.sh", *words, FAKE_GPUS="2")
+        assert done.returncode == 0, done.stdout + done.stderr
+        last = [line for line in machine.said() if line.startswith("pytest ")][-1]
+        assert last.split()[1] == percentage and last.endswith(f"ranks={2 * int(ranks)}")
+    rows = json.loads((machine.root / "bench/results/h200_tests.json").read_text())
+    assert [row["ranks_per_gpu"] for row in rows] == [1, 4]
+    assert machine.run("test_gpu.sh", "--ranks-per-gpu", "0").returncode == 1
+
+
 @pytest.mark.slow
 def test_libraries_that_do_not_load_are_built(machine: Machine, libraries: str) -> None:
     done = machine.run("test_gpu.sh", "--lib", libraries, "local", FAKE_MISFIT="1")
@@ -268,3 +285,51 @@ def test_an_interrupt_leaves_nothing(machine: Machine, libraries: str) -> None:
     process.communicate(timeout=50)
     assert process.returncode == 130
     machine.expect_nothing_left()
+
+
+# ---- nvlink.sh ---------------------------------------------------------------------------------------------------
+
+LINE = {"op": "store", "direction": "one_way", "ctas": 8, "threads": 32, "row_bytes": 1344, "bytes": 1, "repeats": 1}
+LINE |= {"gbps": 1.0, "us": 2.0, "wrong": 0}
+
+
+def add_links(libraries: str, **more: object) -> None:
+    lines = [{"device": "2 x Made up"}, LINE | more]
+    text = "\n".join(["#!/usr/bin/env bash", *(f"echo '{json.dumps(line)}'" for line in lines)])
+    program = Path(libraries, "links")
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_all_parts_run_and_leave_rows(machine: Machine, libraries: str, tmp_path: Path) -> None:
+    add_links(libraries)
+    (tmp_path / "one.whl").write_text("")
+    words = ("--wheels", str(tmp_path), "--lib", libraries, "--commit", "abc", "--out", str(tmp_path / "out"))
+    done = machine.run("nvlink.sh", *words, FAKE_GPUS="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    links = json.loads((tmp_path / "out/h200x2_links.json").read_text())
+    assert {**links[0], "run": ""} == {**LINE, "run": "", "device": "2 x Made up", "commit": "abc"}
+    rows = json.loads((tmp_path / "out/h200x2_tests.json").read_text())
+    suites = [("nvlink", 1), ("processes", 1), ("litmus", 1), ("processes", 4), ("processes", 8)]
+    assert [(row["suite"], row["ranks_per_gpu"]) for row in rows] == suites
+    runs = [line.split()[1] for line in machine.said() if line.startswith("pytest ")]
+    assert runs == ["alone", "alone", "alone", "25", "12"]
+    assert len([line for line in machine.said() if line.startswith("-m pip install")]) == 1
+    machine.expect_nothing_left()
+
+
+def test_parts_that_fail_are_named(machine: Machine, libraries: str, tmp_path: Path) -> None:
+    add_links(libraries, wrong=3)
+    words = ("--lib", libraries, "--out", str(tmp_path / "out"))
+    done = machine.run("nvlink.sh", *words, "a2a", "links", FAKE_GPUS="2")
+    assert done.returncode == 1 and "failed: links" in done.stderr
+    assert "1 wrong" in done.stdout
+    assert next(line for line in machine.said() if line.startswith("torchrun ")).split()[1] == libraries
+    assert machine.run("nvlink.sh", *words, "links", FAKE_GPUS="1").returncode == 1
+    assert machine.run("nvlink.sh", "two", FAKE_GPUS="2").returncode == 1
+
+
+def test_a_part_without_time_has_failed(machine: Machine, libraries: str) -> None:
+    done = machine.run("nvlink.sh", "--lib", libraries, "--seconds", "5", "four", FAKE_GPUS="2")
+    assert done.returncode == 1 and "failed: four" in done.stderr

@@ -17,6 +17,7 @@ import ep_a2a
 from ep_a2a import BF16, ClosedError, PeerTimeout, RendezvousTimeout, RoundMismatch, world
 from tests import bodies, spawn
 from tests.bodies import PATIENCE_S, Case
+from tests.left_behind import LeftBehind
 
 TIMEOUT_S = 1.0
 MARGIN_S = 1.0
@@ -223,6 +224,23 @@ def test_a_dead_peer(when, victim):
     for rank in {0, 1, 2, 3} - {victim}:
         assert found[rank].value == "told", found[rank]
     spawn.run(_one_round, 4)  # the next job is not stopped by what the dead one left
+
+
+def names_the_dead(output, launcher, rank):
+    """Does a launcher's output end with which rank was killed? MPICH's says the process alone."""
+    end = output[-1500:]
+    named = {"torchrun": rf"Root Cause[\s\S]*rank +: {rank} [\s\S]*SIGKILL", "mpirun": rf"rank {rank} [\s\S]*signal 9"}
+    by_process = "BAD TERMINATION" in end and re.search(r"PID \d+ RUNNING[\s\S]*Killed \(signal 9\)", end)
+    assert re.search(named[launcher], end) or (launcher == "mpirun" and by_process), output[-4000:]
+
+
+@pytest.mark.parametrize(("launcher", "when"), [("torchrun", "combine"), ("mpirun", "dispatch")])
+def test_a_launcher_names_a_dead_rank(launcher, when):
+    before = LeftBehind()
+    found = spawn.outcomes(_die, 2, when, 1, launcher=launcher, env=before.env)
+    assert found[0].exit_code not in (0, None)
+    names_the_dead(found[0].output, launcher, 1)
+    before.expect_nothing()
 
 
 # ---- the first round, connect, close -----------------------------------------------------------------------------

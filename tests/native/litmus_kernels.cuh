@@ -5,6 +5,7 @@
 // overwritten while it was still read).
 #pragma once
 
+#include "bulk.cuh"
 #include "rows.cuh"
 
 constexpr uint32_t kLitmusRanks = 8;  // at most
@@ -36,17 +37,6 @@ struct LitmusParams {
   Status* statuses[kLitmusRanks];
 };
 
-// ---- bulk copies ----
-
-__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
-  return done != 0;
-}
 __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -189,7 +179,7 @@ __device__ bool look_at_rows_bulk_cta(const Channel& c, uint32_t round, Wrong& w
     }
     const uint64_t start = time_ns();
     bool done = false;
-    while (!(done = mbarrier_try_wait(barrier, parity)) && time_ns() - start < kTimeoutNs) {
+    while (!(done = barrier_try_wait(barrier, parity)) && time_ns() - start < kTimeoutNs) {
     }
     if (!__syncthreads_and(done)) return false;
     for (uint32_t v = threadIdx.x; v < kVectors; v += blockDim.x)
