@@ -243,8 +243,8 @@ def measured(ranks: Ranks, wanted: argparse.Namespace, run: harness.Run, progres
     return bench
 
 
-def main() -> int:
-    wanted = options()
+def main(words: Sequence[str] | None = None) -> int:
+    wanted = options(words)
     wanted.until = time.monotonic() + wanted.seconds
     group = world.resolve(None)
     local = worlds(wanted, group.size)
