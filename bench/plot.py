@@ -182,7 +182,8 @@ def speed_figure(rows: Sequence[Row]) -> Figure:
 def footnote(rows: Sequence[Row]) -> str:
     """Where the numbers come from."""
     runs, commits = (sorted({row[name] for row in rows}) for name in ("run", "commit"))
-    return f"medians of CUDA-graph replays; run {', '.join(runs[-2:])}, commit {', '.join(commits[-2:])}"
+    what = "medians of CUDA-graph replays" if "NVIDIA" in rows[0]["device"] else "medians"
+    return f"{what}; run {', '.join(runs[-2:])}, commit {', '.join(commits[-2:])}"
 
 
 def bytes_moved(rows: Sequence[Row], ranks: int) -> list[tuple[int, int]]:

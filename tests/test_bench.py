@@ -216,7 +216,7 @@ def test_a_sample_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = harness.Sample(replay, (lambda: said.append("before"),), (lambda: said.append("after"),))
     assert clock.times_us(sample, 2, 1, lambda: said.append("level")) == [500.0, 500.0]
     once = ["level", "lead", "before", "event", "replay", "event", "after", "wait"]
-    assert said == ["captured", "wait", *once * 3]
+    assert said == ["captured", "wait", *once * 3] and (clock.num_samples, clock.num_late) == (3, 0)
 
 
 # ---- other libraries ---------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_sample_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakePeer:
     """Combines nothing; dies at the second case."""
 
-    note = "dispatch: PDL on (off 3.0 us, on 2.0 us)"
+    note = "dispatch PDL on, pair PDL off"
 
     def __init__(self, name: str) -> None:
         self.cases = 0
@@ -259,30 +259,23 @@ def test_peers_cost_their_own_rows_only() -> None:
 
 
 def test_peers_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a2a.Bench._make_rivals
-    rivals = [Rival("fake", FakePeer, lambda text: None)]
-    monkeypatch.setattr(a2a.Bench, "_make_rivals", lambda self: (rivals, made(self)[1]))
+    monkeypatch.setattr(a2a.Bench, "_make_rivals", lambda self: [Rival("fake", FakePeer, lambda text: None)])
     bench = run_together(["--tokens", "1", "2", "--variants", "ours", "--schedule", "auto"], monkeypatch)
     assert [(row["op"], row["tokens"], row["us"]) for row in bench.rows if row["variant"] == "fake"] == [
         ("dispatch", 1, 2.0)
     ]
 
 
-@pytest.mark.parametrize(("lead_us", "used"), [(60.0, 60.0), (None, 0.0)])
-def test_all_are_timed_in_the_same_way(lead_us: float | None, used: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(NAMES=("a", "b"), Peer=FakePeer, available=lambda name: "broken" * (name == "b"))
-    if lead_us is not None:
-        fake.LEAD_US = lead_us
+def test_peers_that_cannot_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench
 
+    fake = SimpleNamespace(NAMES=("a", "b"), Peer=FakePeer, available=lambda name: "broken" * (name == "b"))
     monkeypatch.setitem(sys.modules, "bench.peers", fake)
     monkeypatch.setattr(bench, "peers", fake, raising=False)
     this: Any = SimpleNamespace(_wanted=a2a.options(["--device", "cuda"]), _ranks=SimpleNamespace(world="local"))
     said: list[str] = []
     this._tell = said.append
-    rivals, found = a2a.Bench._make_rivals(this)
-    assert ([one.name for one in rivals], found) == (["a"], used)
-    assert said[0] == "b: broken" and len(said) == 1 + (used == 0)
+    assert [one.name for one in a2a.Bench._make_rivals(this)] == ["a"] and said == ["b: broken"]
 
 
 # ---- tables and figures ------------------------------------------------------------------------------------------
