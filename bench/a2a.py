@@ -67,7 +67,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", choices=VARIANTS, nargs="+")
     parser.add_argument("--peers", nargs="+", help="only these of bench/peers")
     parser.add_argument("--iterations", type=int, default=30, help="samples of a variant, at least")
-    parser.add_argument("--lead-us", type=float, default=harness.LEAD_US, help="how long a GPU waits for the host")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new case after that")
     parser.add_argument("--commit", default="", help="of these sources, where git is not there to tell")
     parser.add_argument("--append", action="store_true", help="keep the rows that are in the file")
@@ -97,30 +96,25 @@ class Bench:
         self._ranks, self._wanted, self._run, self._progress = ranks, wanted, run, progress
         self.rows: list[Row] = []
         self.left_out: list[str] = []
-        self._rivals, lead_us = self._make_rivals()
-        self._clock = harness.GraphClock(lead_us) if wanted.device == "cuda" else harness.HostClock()
+        self._rivals = self._make_rivals()
+        self._clock = harness.GraphClock() if wanted.device == "cuda" else harness.HostClock()
         self._gbps = self._measure_copy()
 
-    def _make_rivals(self) -> tuple[list[Rival], float]:
-        """The other libraries that can be measured here, and the lead with which all are timed."""
-        lead_us = self._wanted.lead_us
+    def _make_rivals(self) -> list[Rival]:
+        """The other libraries that can be measured here; they use the same clock."""
         if self._wanted.device == "cpu" or "peers" not in self._wanted.variants or self._ranks.world != "local":
-            return [], lead_us
+            return []
         try:
             from bench import peers
         except ImportError as error:
             self._tell(f"no peers: {error}")
-            return [], lead_us
+            return []
         chosen = self._wanted.peers or peers.NAMES
         reasons = {name: peers.available(name) for name in chosen}
         for name, reason in reasons.items():
             if reason:
                 self._tell(f"{name}: {reason}")
-        rivals = [Rival(name, peers.Peer, self._tell) for name in chosen if not reasons[name]]
-        if rivals and lead_us != getattr(peers, "LEAD_US", 0.0):
-            lead_us = getattr(peers, "LEAD_US", 0.0)
-            self._tell(f"peers are timed with a lead of {lead_us:g} us: so is everything else")
-        return rivals, lead_us
+        return [Rival(name, peers.Peer, self._tell) for name in chosen if not reasons[name]]
 
     def _measure_copy(self) -> float:
         """GB/s, read and written, of all devices together. Collective."""
@@ -207,7 +201,10 @@ class Bench:
         self.rows.append(harness.result(self._run, times, num_bytes, gbps, **head, **case))
 
     def close(self) -> None:
-        """End the other libraries' processes."""
+        """End the other libraries' processes, and tell of samples that were not as they should be."""
+        if isinstance(self._clock, harness.GraphClock) and self._clock.num_late:
+            late, samples = self._clock.num_late, self._clock.num_samples
+            self._tell(f"in {late} of {samples} samples the host was slower than the lead: {harness.LEAD_US:g} us")
         for rival in self._rivals:
             rival.close()
 
@@ -243,8 +240,8 @@ def measured(ranks: Ranks, wanted: argparse.Namespace, run: harness.Run, progres
     return bench
 
 
-def main() -> int:
-    wanted = options()
+def main(words: Sequence[str] | None = None) -> int:
+    wanted = options(words)
     wanted.until = time.monotonic() + wanted.seconds
     group = world.resolve(None)
     local = worlds(wanted, group.size)

@@ -18,7 +18,7 @@ from ep_a2a import layout, quant, testing
 
 OPERATIONS = ("dispatch", "combine", "pair")
 PAYLOADS = {fmt.name.lower(): fmt for fmt in layout.PAYLOAD_FORMATS}
-TIMEOUT_S = 20.0
+TIMEOUT_S, FIRST_TIMEOUT_S = 20.0, 60.0  # a round that hangs costs no more time
 NUM_VALUES = 8  # of a rank's results: sums over 32 ranks stay below 256, which bf16 and fp16 hold exactly
 
 
@@ -53,6 +53,7 @@ class Case:
             payload=self.format,
             num_sms=self.num_sms,
             timeout_s=TIMEOUT_S,
+            first_timeout_s=FIRST_TIMEOUT_S,
         )
 
     def fields(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-LEAD_US = 60.0  # longer than a host needs to launch a sample
+LEAD_US = 200.0  # longer than a host needs to launch a sample
 CYCLES_PER_US = 1900  # of an H200, about
 
 Work = Callable[[], Any]
@@ -118,13 +118,16 @@ class HostClock:
 
 
 class GraphClock:
-    """Work on torch's current GPU: CUDA graphs, replayed on a stream of this clock and timed by events."""
+    """Work on torch's current GPU: CUDA graphs, replayed on a stream of this clock and timed by events.
+
+    num_samples, num_late  samples so far, and those for whose launches the host took longer than `LEAD_US`
+    """
 
     device = "cuda"
 
-    def __init__(self, lead_us: float = LEAD_US) -> None:
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._lead_cycles = int(lead_us * CYCLES_PER_US)
+        self.num_samples = self.num_late = 0
 
     def capture(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
@@ -148,13 +151,15 @@ class GraphClock:
             for _ in range(num_warm + num):
                 if level is not None:
                     level()
-                if self._lead_cycles:
-                    torch.cuda._sleep(self._lead_cycles)
+                torch.cuda._sleep(int(LEAD_US * CYCLES_PER_US))
+                started = time.perf_counter()
                 for work in sample.before:
                     work()
                 begin.record()
                 sample.timed()
                 end.record()
+                self.num_samples += 1
+                self.num_late += time.perf_counter() - started > LEAD_US / 1e6
                 for work in sample.after:
                     work()
                 torch.cuda.synchronize()
@@ -164,7 +169,9 @@ class GraphClock:
 
 def place(device: str) -> list[str]:
     """What tells the memory that `device` means here from that of others."""
-    return [platform.node(), "cpu" if device == "cpu" else str(torch.cuda.get_device_properties().uuid)]
+    if device == "cpu":
+        return [platform.node(), "cpu"]
+    return [platform.node(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)]
 
 
 def timed(work: Work) -> float:

@@ -61,6 +61,7 @@ NAMES = {
 }
 ROUTINGS = {"uniform": "uniform", "zipf": "Zipf", "all_to_one": "all to one rank", "holes": "uniform, a third are -1"}
 LABEL_GAP = 0.058  # between the labels of two lines, of a panel's height
+DPI = 150
 LABEL_WIDTH = 0.48  # that of the lines is 1
 STYLE = {
     "font.size": 10,
@@ -79,13 +80,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "bench" / "results" / "h200_a2a.json"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     parser.add_argument("--ops", nargs="+", default=["dispatch"], help="of which there are figures")
+    parser.add_argument("--traffic-ranks", type=int, default=8)
     wanted = parser.parse_args(words)
     for file in wanted.files:
         if not file.exists():
             raise SystemExit(f"{file}: no such file; bench/a2a.py --out writes it")
     rows = [row for file in wanted.files for row in harness.read(file) if row["op"] in wanted.ops]
     with plt.rc_context(STYLE):
-        figures = {"traffic": traffic_figure()}
+        figures = {"traffic": traffic_figure(wanted.traffic_ranks)}
         for name, group in shapes(rows).items():
             figures[name] = speed_figure(group)
             if found := speedup_figure(group):
@@ -98,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def save(figure: Figure, path: Path) -> None:
     """As PNG and SVG, the same bytes for the same rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    figure.savefig(path.with_suffix(".png"), dpi=DPI, metadata={"Software": None})
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)
     print(path.with_suffix(".png"))
@@ -180,7 +182,8 @@ def speed_figure(rows: Sequence[Row]) -> Figure:
 def footnote(rows: Sequence[Row]) -> str:
     """Where the numbers come from."""
     runs, commits = (sorted({row[name] for row in rows}) for name in ("run", "commit"))
-    return f"medians of CUDA-graph replays; run {', '.join(runs[-2:])}, commit {', '.join(commits[-2:])}"
+    what = "medians of CUDA-graph replays" if "NVIDIA" in rows[0]["device"] else "medians"
+    return f"{what}; run {', '.join(runs[-2:])}, commit {', '.join(commits[-2:])}"
 
 
 def bytes_moved(rows: Sequence[Row], ranks: int) -> list[tuple[int, int]]:
@@ -300,16 +303,16 @@ def speedup_figure(rows: Sequence[Row]) -> Figure | None:
 
 
 def speedups(rows: Sequence[Row], ranks: int) -> dict[int, tuple[float, str]]:
-    """By tokens: the fastest peer's time over the best of ours, and its name."""
-    lines = series(rows, ranks)
-    ours = [points for (name, _), points in lines.items() if name == "ours"]
-    peers = {name: points for (name, _), points in lines.items() if name not in NO_PEERS}
+    """By tokens: the fastest peer's time over the best of ours in the last run that has both, and its name."""
     found = {}
-    for tokens in sorted({tokens for points in ours for tokens in points}):
-        theirs = [(points[tokens], name) for name, points in peers.items() if tokens in points]
-        if theirs:
-            us, name = min(theirs)
-            found[tokens] = us / min(points[tokens] for points in ours if tokens in points), name
+    for tokens in sorted({row["tokens"] for row in rows}):
+        for run in dict.fromkeys(row["run"] for row in rows):
+            here = [row for row in rows if (row["ranks"], row["tokens"], row["run"]) == (ranks, tokens, run)]
+            ours = [row["us"] for row in here if row["variant"] == "ours"]
+            theirs = [(row["us"], row["variant"]) for row in here if row["variant"] not in NO_PEERS]
+            if ours and theirs:
+                us, name = min(theirs)
+                found[tokens] = us / min(ours), name
     return found
 
 
@@ -325,14 +328,14 @@ def traffic(routing: str, config: ep_a2a.Config, num_ranks: int) -> torch.Tensor
     return goes.sum(dim=1) * config.bytes(num_ranks).row_bytes
 
 
-def traffic_figure(num_ranks: int = 8, tokens: int = 1024) -> Figure:
+def traffic_figure(num_ranks: int, tokens: int = 1024) -> Figure:
     """A matrix for each routing, in MB."""
     config = ep_a2a.Config(num_experts=512, top_k=22, hidden=2048, max_tokens=tokens, payload=PAYLOADS["nvfp4"])
     matrices = {name: traffic(name, config, num_ranks) / 1e6 for name in ROUTINGS}
     most = max(float(matrix.max()) for matrix in matrices.values())
     figure, panels = plt.subplots(2, 2, figsize=(10.4, 10), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.08))
     for panel, (name, matrix) in zip(panels.flat, matrices.items()):
-        image = panel.imshow(matrix, cmap="cividis", vmin=0, vmax=most)
+        image = panel.imshow(matrix.numpy(), cmap="cividis", vmin=0, vmax=most)
         for source in range(num_ranks):
             for target in range(num_ranks):
                 value = float(matrix[source, target])

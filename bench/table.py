@@ -11,6 +11,7 @@ from rich.table import Table
 
 Row = dict[str, Any]
 WIDTH = 150  # where the screen is none
+MOST_ROWS = 100  # more are in the file only
 SMALL_TOKENS = 64  # up to here launches count
 MOST_EMPTY = 0.8  # of a time: then what is left of it tells nothing
 PLAIN = ("copy", "memset", "empty")
@@ -49,11 +50,12 @@ class Progress:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """All rows, then what they are of each other."""
+    """All rows, unless they are very many, then what they are of each other; dispatch comes last."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    for table in (*details(rows), *ratios(rows)):
+    rows = sorted(rows, key=lambda row: row["op"] == "dispatch")
+    for table in (*(details(rows) if len(rows) <= MOST_ROWS else ()), *ratios(rows)):
         console.print(table)
     console.print(
         "pair = dispatch + combine; MB = read + written on all ranks; floor = MB at the copy rate of this run; "

@@ -256,8 +256,7 @@ class Memset(Timed):
         super().__init__(clock, ranks.level)
         self._buffer = torch.empty(max(4, *num_bytes.values()), dtype=torch.uint8, device=clock.device)
         for op, num in num_bytes.items():
-            part = self._buffer[:num]
-            self._samples[op] = Sample(clock.capture(partial(memset, part)))
+            self._samples[op] = Sample(partial(memset, self._buffer[: max(4, num)]))
 
 
 def memset(buffer: torch.Tensor) -> None:
@@ -287,9 +286,10 @@ class Rival:
         self.ops: Sequence[str] = ()
 
     def schedule_of(self, op: str) -> str | None:
-        """How the operation was set up, where the peer says it: `dispatch: PDL on (...)`."""
-        said = re.search(rf"\b{op}: ([^(,]+)", getattr(self._peer, "note", ""))
-        return said[1].strip() if said else None
+        """How it was set up, where the peer notes it: `PDL on`, or `dispatch PDL on, combine PDL off`."""
+        note = getattr(self._peer, "note", "")
+        found = re.search(rf"(?:^|, ){op}:? ([^,]+)", note)
+        return found[1] if found else note.split(",")[0] or None
 
     def prepare(self, ops: Sequence[str], case: Case, ids: torch.Tensor) -> None:
         """Build a case; where not all operations can be, dispatch alone."""

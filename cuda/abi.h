@@ -14,7 +14,7 @@ constexpr int kMaxRanks = 128;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxPlanes = 8;
 constexpr int kVectorBytes = 16;
-constexpr int kTileStart = 640;     // of a dispatch tile's rows in shared memory
+constexpr int kTileStart = 1664;    // of a dispatch tile's rows in shared memory
 constexpr int kExpertTileRows = 8;  // slots that an expert's first product takes at a time
 
 enum Phase : uint32_t { kPhaseDispatch = 1, kPhaseCombine = 2, kPhaseRelease = 3 };
@@ -109,8 +109,10 @@ struct DispatchParams {
   uint32_t phased;  // 1 = phased schedule, 0 = general
   uint32_t num_ctas;
   uint32_t num_threads;
-  uint32_t tile_tokens;       // 1, 2, 4, 8, 16 or 32
-  uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
+  uint32_t tile_tokens;   // 1, 2, 4, 8, 16 or 32
+  uint32_t shared_bytes;  // of a CTA: kTileStart, and in the phased schedule the rows of a tile
+  uint32_t waits;         // 1 = the last CTA waits for the rows of all peers
+  uint32_t reserved;
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;
@@ -118,9 +120,11 @@ struct DispatchParams {
   RowSource sources[kMaxPlanes];
 };
 
-struct WaitParams {  // also the signal that ends a round
+struct WaitParams {
   uint32_t struct_bytes;
-  uint32_t phase;  // enum Phase
+  uint32_t phase;    // enum Phase
+  uint32_t signals;  // 1 = tells the peers that this rank ends the round
+  uint32_t waits;    // 1 = waits for all peers
   Channel channel;
 };
 
@@ -246,9 +250,8 @@ struct QuantParams {
 };
 
 EP_A2A_API int ep_a2a_dispatch_send(const DispatchParams* params, void* stream);
-EP_A2A_API int ep_a2a_wait(const WaitParams* params, void* stream);
-EP_A2A_API int ep_a2a_end_signal(const WaitParams* params, void* stream);
-EP_A2A_API int ep_a2a_leave(const WaitParams* params, void* stream);  // tells the peers; `phase` is not used
+EP_A2A_API int ep_a2a_end(const WaitParams* params, void* stream);    // of a phase: its signal, its wait, or both
+EP_A2A_API int ep_a2a_leave(const WaitParams* params, void* stream);  // tells the peers; the channel alone is used
 EP_A2A_API int ep_a2a_outbox_stage(const OutboxParams* params, void* stream);
 EP_A2A_API int ep_a2a_outbox_order(const OrderParams* params, void* stream);
 EP_A2A_API int ep_a2a_combine_pull(const OutboxParams* params, void* stream);

@@ -2,7 +2,7 @@
 //
 //   stage    copies rows that a caller holds elsewhere into the outbox, or encodes them into it
 //   order    the same from rows of pairs (route.cu): those of a row times their routing weights, added in k order
-//   signal   tells every peer that this rank's outbox is ready (or that the round is released)
+//   signal   tells every peer that this rank's outbox is ready (or that the round is released), and waits if it may
 //   leave    tells every peer that this rank will not come any more
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
@@ -71,15 +71,6 @@ __global__ void outbox_encode_kernel(const __grid_constant__ OutboxParams p) {
   }
 }
 
-__global__ void end_signal_kernel(const __grid_constant__ WaitParams p) {
-  const Channel& c = p.channel;
-  if (!is_alive(c)) return;
-  const Phase phase = static_cast<Phase>(p.phase);
-  const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
-  if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
-  publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
-}
-
 // This rank ends the channel without its peers, which learn it in their next wait. One warp.
 __global__ void leave_kernel(const __grid_constant__ WaitParams p) {
   const Channel& c = p.channel;
@@ -89,19 +80,14 @@ __global__ void leave_kernel(const __grid_constant__ WaitParams p) {
   fail_warp(c, Why{kPeerLeft, phase, phase, c.rank, c.rank, half_rounds / 2 + 1, 0, 0});
 }
 
-// Keeps the counts that came with the flags; 0 for all if the round was aborted.
-__device__ void keep_counts_warp(const Channel& c, bool arrived) {
-  for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
-    const uint64_t flag = arrived ? ld_acquire_sys(flag_at(c, c.rank, c.dispatch_flags_offset, source)) : 0;
-    st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
-  }
-}
-
-// False, and the channel ends, if a peer ends this round in another way than this rank.
-__device__ bool agree_on_end_warp(const Channel& c, Phase phase, uint64_t epoch) {
+// Waits for all peers to end this round; false, and the channel ends, if one ends it in another way than this rank.
+__device__ bool wait_for_ends_warp(const Channel& c, Phase phase, uint64_t epoch) {
+  const uint64_t offset = c.end_flags_offset;
+  uint64_t seen = 0;
+  if (!wait_for_peers_warp(c, phase, offset, epoch, seen)) return false;
   const uint64_t other = min_source_warp(c, [&](uint32_t source) {
-    const uint64_t seen = ld_acquire_sys(flag_at(c, c.rank, c.end_flags_offset, source)) & 0xff;
-    return seen == phase ? ~uint64_t{0} : uint64_t{source} << 8 | seen;
+    const uint64_t found = arrived_flag(c, offset, source, seen) & 0xff;
+    return found == phase ? ~uint64_t{0} : uint64_t{source} << 8 | found;
   });
   if (other == ~uint64_t{0}) return true;
   fail_warp(c, Why{kRoundMismatch, phase, static_cast<Phase>(other & 0xff), static_cast<uint32_t>(other >> 8), c.rank,
@@ -109,16 +95,19 @@ __device__ bool agree_on_end_warp(const Channel& c, Phase phase, uint64_t epoch)
   return false;
 }
 
-__global__ void wait_kernel(const __grid_constant__ WaitParams p) {
+// The end of a phase: the signal of a combine or release, the wait, or one behind the other. One warp.
+__global__ void end_kernel(const __grid_constant__ WaitParams p) {
   const Channel& c = p.channel;
   const Phase phase = static_cast<Phase>(p.phase);
   const bool alive = is_alive(c);
   const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
-  if (phase == kPhaseDispatch) {
-    return keep_counts_warp(c, alive && wait_for_peers_warp(c, phase, c.dispatch_flags_offset, epoch));
+  if (phase == kPhaseDispatch) return wait_for_rows_warp(c, alive, epoch);
+  if (!alive) return;
+  if (p.signals) {
+    if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
+    publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
   }
-  if (!alive || !wait_for_peers_warp(c, phase, c.end_flags_offset, epoch)) return;
-  if (!agree_on_end_warp(c, phase, epoch)) return;
+  if (!p.waits || !wait_for_ends_warp(c, phase, epoch)) return;
   __syncwarp();  // all lanes have read `half_rounds`; votes and shuffles alone order no memory
   if (phase == kPhaseRelease && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
 }
@@ -237,11 +226,9 @@ int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
   }
 }
 
-int ep_a2a_end_signal(const WaitParams* p, void* stream) { return launch<end_signal_kernel>(1, kLanes, 0, stream, *p); }
-
 int ep_a2a_leave(const WaitParams* p, void* stream) { return launch<leave_kernel>(1, kLanes, 0, stream, *p); }
 
-int ep_a2a_wait(const WaitParams* p, void* stream) { return launch<wait_kernel>(1, kLanes, 0, stream, *p); }
+int ep_a2a_end(const WaitParams* p, void* stream) { return launch<end_kernel>(1, kLanes, 0, stream, *p); }
 
 int ep_a2a_combine_pull(const OutboxParams* p, void* stream) {
   if (p->coding == kNvfp4) return launch_over<combine_pull_kernel<EncodedRow<Nvfp4>, kBf16>>(*p, stream);

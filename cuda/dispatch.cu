@@ -23,6 +23,7 @@ constexpr uint32_t kWordTokens = 32;  // of a bitmap word; a tile has as many at
 struct Shared {                             // of a CTA; the rows of a tile follow
   uint32_t masks[kMaskWords][kWordTokens];  // bit r of a token's words: it goes to rank r
   uint64_t loaded;                          // barrier of the bulk copies into the tile
+  uint64_t peers[kMaxRanks];                // as in the channel
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
@@ -120,7 +121,7 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
       if (i < num_items) vectors[b] = ld_row_source(source, tile.first + tokens[b], i - tokens[b] * num_vectors);
     }
     for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
-      char* rows = row_at(c, rank, plane.offset, plane.row_bytes, c.rank, tile.first);
+      char* rows = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
 #pragma unroll
       for (uint32_t b = 0; b < kBatch; ++b) {
         const uint32_t i = item + b * blockDim.x;
@@ -185,7 +186,7 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
     while (tokens) {
       const uint32_t begin = __ffs(tokens) - 1,
                      length = __ffs(~(tokens >> begin)) ? __ffs(~(tokens >> begin)) - 1 : kLanes;
-      bulk_store(row_at(c, rank, plane.offset, plane.row_bytes, c.rank, tile.first + begin),
+      bulk_store(row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first + begin),
                  from + begin * plane.row_bytes, length * plane.row_bytes, policy);
       tokens = begin + length < kLanes ? tokens >> (begin + length) << (begin + length) : 0;
     }
@@ -194,12 +195,24 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
 
 // ---- both --------------------------------------------------------------------------------------------------------
 
+// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
+// since all that comes before is under way together.
+struct State {
+  uint64_t half_rounds;
+  bool alive;
+  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
+  __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
+};
+
 template <bool kPhased>
-__device__ void send_tiles_cta(const DispatchParams& p, uint32_t num_tokens) {
+__device__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens) {
   Shared& shared = *static_cast<Shared*>(shared_memory());
   const ExpertOwner owner_of(p.num_experts, p.channel.num_ranks);
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
   if (kPhased && threadIdx.x == 0) barrier_init(&shared.loaded);
+  for (uint32_t rank = threadIdx.x; rank < p.channel.num_ranks; rank += blockDim.x) {
+    shared.peers[rank] = p.channel.peers[rank];
+  }
   uint32_t parity = 0;
   for (uint32_t first = blockIdx.x * p.tile_tokens; first < num_tokens; first += gridDim.x * p.tile_tokens) {
     const uint32_t left = num_tokens - first;
@@ -215,6 +228,9 @@ __device__ void send_tiles_cta(const DispatchParams& p, uint32_t num_tokens) {
     if constexpr (kPhased) {
       barrier_wait(&shared.loaded, parity);
       parity ^= 1;
+    }
+    if (!state.may_send()) return;
+    if constexpr (kPhased) {
       for (uint32_t i = warp; i < p.num_planes; i += warps) send_plane_phased_warp(p, tile, shared, p.planes[i]);
       bulk_commit();
     } else {
@@ -243,28 +259,31 @@ __device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens
 template <bool kPhased>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const Channel& c = p.channel;
-  const uint64_t half_rounds = ld_word(&c.state->half_rounds);
-  const bool alive = is_alive(c), closed = half_rounds % 2 == 0;
+  const State state{ld_word(&c.state->half_rounds), is_alive(c)};
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
   const uint32_t num_tokens = at_least_0 < p.num_rows ? at_least_0 : p.num_rows;
 
 #if defined(EP_A2A_FAULT_flag_first)
-  if (alive && closed && blockIdx.x == 0 && threadIdx.x < kLanes) {
-    publish_warp(c, c.dispatch_flags_offset, (half_rounds / 2 + 1) << 24 | num_tokens);
+  if (state.may_send() && blockIdx.x == 0 && threadIdx.x < kLanes) {
+    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens);
   }
 #endif
-  if (alive && closed) send_tiles_cta<kPhased>(p, num_tokens);
+  send_tiles_cta<kPhased>(p, state, num_tokens);
 
-  if (!last_cta(&c.state->send_counter) || threadIdx.x >= kLanes || !alive) return;
-  const uint64_t epoch = half_rounds / 2 + 1;
-  if (!closed) return fail_misuse_warp(c, kPhaseDispatch, epoch);
-  if (threadIdx.x == 0) {
+  if (!last_cta(&c.state->send_counter)) return;
+  if (state.may_send() && threadIdx.x == blockDim.x - 1) {  // of another warp than the flags', if there is one
     record_bad_inputs(p, wanted_tokens);
     st_word(&c.state->num_tokens, static_cast<int32_t>(num_tokens));
-    st_word(&c.state->half_rounds, half_rounds + 1);
+    st_word(&c.state->half_rounds, state.half_rounds + 1);
   }
-  publish_warp(c, c.dispatch_flags_offset, epoch << 24 | num_tokens);
+  if (threadIdx.x >= kLanes) return;
+  if (state.may_send()) {
+    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens);
+  } else if (state.alive) {
+    fail_misuse_warp(c, kPhaseDispatch, state.epoch());
+  }
+  if (p.waits) wait_for_rows_warp(c, state.may_send(), state.epoch());
 }
 
 }  // namespace

@@ -51,16 +51,17 @@ __device__ __forceinline__ Vector ld_row_source(const RowSource& s, uint32_t tok
   }
 }
 
-// Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel of rank `owner`.
-__device__ __forceinline__ char* row_at(const Channel& c, uint32_t owner, uint64_t offset, uint32_t row_bytes,
+// Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel at `peer`.
+__device__ __forceinline__ char* row_in(const Channel& c, uint64_t peer, uint64_t offset, uint32_t row_bytes,
                                         uint32_t source, uint32_t token) {
   const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
-  return reinterpret_cast<char*>(c.peers[owner]) + offset + row * row_bytes;
+  return reinterpret_cast<char*>(peer) + offset + row * row_bytes;
+}
+__device__ __forceinline__ char* row_at(const Channel& c, uint32_t owner, uint64_t offset, uint32_t row_bytes,
+                                        uint32_t source, uint32_t token) {
+  return row_in(c, c.peers[owner], offset, row_bytes, source, token);
 }
 
-__device__ __forceinline__ int32_t* source_counts(const Channel& c) {
-  return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(c.state) + c.source_counts_offset);
-}
 __device__ __forceinline__ uint32_t* token_mask(const Channel& c, uint32_t token) {
   return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(c.state) + c.masks_offset) +
          static_cast<uint64_t>(token) * c.mask_words;

@@ -7,7 +7,8 @@
 //
 //   dispatch_flag[source]   epoch << 24 | token count                                              [dispatch_flag.word]
 //     writer    the source: the last CTA of its dispatch, one store to every peer; publish       [dispatch_flag.writer]
-//     reader    the owner: one warp, in its dispatch wait; ld_acquire_sys                        [dispatch_flag.reader]
+//     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch
+//               behind its own flags); ld_acquire_sys                                            [dispatch_flag.reader]
 //     meaning   all rows and bitmap words of round n from `source` are visible                  [dispatch_flag.meaning]
 //     chain     rows -> CTA barrier -> acquire-release add on send_counter (GPU scope) by one thread -> the last
 //               CTA sees all adds -> CTA barrier -> release at system scope -> flag               [dispatch_flag.chain]
@@ -15,7 +16,8 @@
 //               after it read this word                                                           [dispatch_flag.reuse]
 //
 //   end_flag[source]        epoch << 24 | phase (combine or release)                                    [end_flag.word]
-//     writer    the source: one warp of a kernel of its own ("outbox ready"); publish                 [end_flag.writer]
+//     writer    the source: one warp of a kernel of its own ("outbox ready"), which may wait then; publish
+//                                                                                                     [end_flag.writer]
 //     reader    the owner: one warp, in its combine or release wait; ld_acquire_sys                   [end_flag.reader]
 //     meaning   `source` has written its outbox for round n,
 //               and reads its own receive planes no more                                             [end_flag.meaning]
@@ -27,7 +29,8 @@
 //
 //   abort_word[source]      epoch << 24 | phase << 20 | culprit << 12 | reporter << 4 | failure       [abort_word.word]
 //     writer    the source: the warp that gave up; again, smaller, if it learns more; publish       [abort_word.writer]
-//     reader    the owner: every waiting warp, with its flags; ld_acquire_sys                       [abort_word.reader]
+//     reader    the owner: every waiting warp, with its flags, ld_relaxed_sys;
+//               before it acts on one, all of them, ld_acquire_sys                                  [abort_word.reader]
 //     meaning   `source` left the channel for ever, and why; `reporter` found out; 0: it has not   [abort_word.meaning]
 //     reuse     never, but for a smaller word                                                        [abort_word.reuse]
 //
@@ -51,6 +54,10 @@ __device__ __forceinline__ uint64_t* flag_at(const Channel& c, uint32_t owner, u
   return reinterpret_cast<uint64_t*>(c.peers[owner] + offset) + source;
 }
 
+__device__ __forceinline__ int32_t* source_counts(const Channel& c) {
+  return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(c.state) + c.source_counts_offset);
+}
+
 // Has nothing ended this channel? A kernel of a channel that has ended stores nothing to peers.
 __device__ __forceinline__ bool is_alive(const Channel& c) {
 #if defined(EP_A2A_FAULT_ignore_sticky)
@@ -62,23 +69,25 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
 // Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
 // One warp; a fence and stores on a GPU, release stores on a CPU (a race detector sees no bare fences).
 __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
-#if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
-#if !defined(EP_A2A_FAULT_no_release)
+  const uint32_t lane = threadIdx.x % kLanes;
+  uint64_t* first = lane < c.num_ranks ? flag_at(c, lane, offset, c.rank) : nullptr;  // a load less behind the fence
+#if defined(__CUDACC__) && !defined(EP_A2A_FAULT_no_release)
   fence_acq_rel_sys();
 #endif
-  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
-    st_relaxed_sys(flag_at(c, owner, offset, c.rank), value);
-  }
+  for (uint32_t owner = lane; owner < c.num_ranks; owner += kLanes) {
+    uint64_t* flag = owner == lane ? first : flag_at(c, owner, offset, c.rank);
+#if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
+    st_relaxed_sys(flag, value);
 #else
-  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
-    st_release_sys(flag_at(c, owner, offset, c.rank), value);
-  }
+    st_release_sys(flag, value);
 #endif
+  }
 }
 
 // True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
 __device__ __forceinline__ bool last_cta(uint32_t* counter) {
   __syncthreads();
+  if (gridDim.x == 1) return true;
   bool last = false;
   if (threadIdx.x == 0) last = atom_add_acq_rel_gpu(counter, 1) == gridDim.x - 1;
   last = __syncthreads_or(last);
@@ -190,14 +199,22 @@ __device__ inline Why late_peer_warp(const Channel& c, Phase phase, uint64_t fla
              waited_ns};
 }
 
-// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended.
+// A source's flag at `flags_offset`, after wait_for_peers_warp has returned true with `seen`.
+__device__ __forceinline__ uint64_t arrived_flag(const Channel& c, uint64_t flags_offset, uint32_t source,
+                                                 uint64_t seen) {
+  return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags_offset, source));
+}
+
+// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended. `seen` is
+// the flag of the source with the number of the lane.
 //
 // A rank that is told of an abort, or sees its deadline pass, gives up: it tells whom it misses, looks on for a while,
 // and ends with the smallest word of all. So a rank that waits in an earlier phase, and knows the true culprit, is
 // heard by those behind it that miss only that rank. It tells so too if it is told of a later phase; of its own phase,
 // whoever told first is believed. Abort words go before flags: a late rank finds all flags there, and that its peers
 // gave up.
-__device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch) {
+__device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+                                           uint64_t& seen) {
   const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
   const uint64_t grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
   const uint64_t start = time_ns();
@@ -208,8 +225,10 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
     const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
     bool here = true, told = false;
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
-      here &= epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source))) == epoch;
-      told |= ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;
+      told |= ld_relaxed_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;  // both are under way together
+      const uint64_t flag = ld_acquire_sys(flag_at(c, c.rank, flags_offset, source));
+      here &= epoch_of(flag) == epoch;
+      if (source < kLanes) seen = flag;
     }
 #if defined(EP_A2A_FAULT_no_wait)
     here = true;
@@ -221,7 +240,7 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
       if (!told && __all_sync(kAllLanes, here)) return true;
       if (told || waited_ns >= timeout_ns) {
         own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
-        if (!told && own.failure == kHealthy) return true;
+        if (!told && own.failure == kHealthy) continue;  // all are here by now
         const uint64_t word = smallest_abort_warp(c);
         const bool in_later_phase = (word & 0xf) == kPeerTimeout && word >> 20 > (epoch << 4 | phase);
         if (own.failure != kHealthy && (!told || in_later_phase))
@@ -234,5 +253,17 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
       return false;
     }
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
+  }
+}
+
+// The end of a dispatch on this rank: waits for the rows of all sources and keeps the counts that came with the flags;
+// 0 for all if the channel has ended. One warp.
+__device__ inline void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch) {
+  const uint64_t offset = c.dispatch_flags_offset;
+  uint64_t seen = 0;
+  const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, offset, epoch, seen);
+  for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
+    const uint64_t flag = arrived ? arrived_flag(c, offset, source, seen) : 0;
+    st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
   }
 }

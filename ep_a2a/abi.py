@@ -109,6 +109,8 @@ class DispatchParams(ctypes.Structure):
         ("num_threads", c_uint32),
         ("tile_tokens", c_uint32),
         ("shared_bytes", c_uint32),
+        ("waits", c_uint32),
+        ("reserved", c_uint32),
         ("topk_ids", c_void_p),
         ("num_tokens", c_void_p),
         ("channel", Channel),
@@ -118,7 +120,13 @@ class DispatchParams(ctypes.Structure):
 
 
 class WaitParams(ctypes.Structure):
-    _fields_ = [("struct_bytes", c_uint32), ("phase", c_uint32), ("channel", Channel)]
+    _fields_ = [
+        ("struct_bytes", c_uint32),
+        ("phase", c_uint32),
+        ("signals", c_uint32),
+        ("waits", c_uint32),
+        ("channel", Channel),
+    ]
 
 
 class OutboxParams(ctypes.Structure):

@@ -160,7 +160,7 @@ def dispatch_begin(
     channel: int = 0,
 ) -> PendingDispatch:
     """Send the rows and return before those of the peers are here; arguments and errors as `dispatch`. Collective."""
-    pending = prepare_dispatch(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel)()
+    pending = prepare_dispatch(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel)(False)
     a2a._channels[channel].mark()
     return pending
 
@@ -173,14 +173,14 @@ def prepare_dispatch(
     num_tokens: torch.Tensor | None = None,
     extra: Sequence[torch.Tensor] = (),
     channel: int = 0,
-) -> Callable[[], PendingDispatch]:
-    """Check everything, and encode the rows; what is returned begins the dispatch. Local."""
+) -> Callable[[bool], PendingDispatch]:
+    """Check everything, and encode the rows; what is returned begins the dispatch, and may launch its wait. Local."""
     _check_a2a(a2a)._check_ready()
     target = a2a._channel(channel)
     target.raise_input_error()
     target.expect_closed()
     inputs = a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra)
-    return lambda: PendingDispatch(target.send(inputs))
+    return lambda and_wait: PendingDispatch(target.send(inputs, and_wait))
 
 
 def dispatch(
@@ -209,7 +209,7 @@ def dispatch(
                   earlier round, before anything was sent; PeerTimeout, PeerLeft, ChannelMisuse: for ever
     Moves         `config.bytes(R).row_bytes` to each distinct rank of a token
     """
-    return prepare_dispatch(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel)().wait()
+    return prepare_dispatch(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel)(True).wait()
 
 
 # ---- the end of a round ------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def combine_begin(
     out: torch.Tensor | None = None,
 ) -> PendingCombine:
     """Tell the peers that the outbox is ready, and return; arguments and errors as `combine`. Collective."""
-    pending = prepare_combine(a2a, handle, rows, order, out)()
+    pending = prepare_combine(a2a, handle, rows, order, out)(False)
     a2a._channels[handle.channel].mark()
     return pending
 
@@ -265,8 +265,8 @@ def prepare_combine(
     rows: torch.Tensor | None = None,
     order: Order | None = None,
     out: torch.Tensor | None = None,
-) -> Callable[[], PendingCombine]:
-    """Check everything; what is returned begins the combine. Local."""
+) -> Callable[[bool], PendingCombine]:
+    """Check everything; what is returned begins the combine, and may launch its wait. Local."""
     channel = _check_a2a(a2a)._channel_of(handle)
     combined, hidden = a2a.config.combine, a2a.config.hidden
     dtype = combined.result_dtype
@@ -284,12 +284,12 @@ def prepare_combine(
         _check_vectors("out", check_tensor("out", out, (dtype,), (handle.num_rows, hidden), a2a.device))
         _check_apart("out", out, a2a)
 
-    def begin() -> PendingCombine:
+    def begin(and_wait: bool) -> PendingCombine:
         if rows is not None and order is not None:
             channel.stage_pairs(rows, order)
         elif rows is not None:
             channel.stage_rows(rows)
-        channel.signal_end(abi.PHASE_COMBINE)
+        channel.signal_end(abi.PHASE_COMBINE, and_wait)
         return PendingCombine(handle, out, current_stream(a2a.device))
 
     return begin
@@ -320,22 +320,22 @@ def combine(
     Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout, PeerLeft,
              ChannelMisuse, RoundMismatch: for ever
     """
-    return prepare_combine(a2a, handle, rows, order, out)().wait()
+    return prepare_combine(a2a, handle, rows, order, out)(True).wait()
 
 
 def release_begin(a2a: A2A, handle: Handle) -> PendingRelease:
     """Tell the peers that this rank reads its rows no more, and return; errors as `release`. Collective."""
-    pending = prepare_release(a2a, handle)()
+    pending = prepare_release(a2a, handle)(False)
     a2a._channels[handle.channel].mark()
     return pending
 
 
-def prepare_release(a2a: A2A, handle: Handle) -> Callable[[], PendingRelease]:
-    """Check everything; what is returned begins the release. Local."""
+def prepare_release(a2a: A2A, handle: Handle) -> Callable[[bool], PendingRelease]:
+    """Check everything; what is returned begins the release, and may launch its wait. Local."""
     channel = _check_a2a(a2a)._channel_of(handle)
 
-    def begin() -> PendingRelease:
-        channel.signal_end(abi.PHASE_RELEASE)
+    def begin(and_wait: bool) -> PendingRelease:
+        channel.signal_end(abi.PHASE_RELEASE, and_wait)
         return PendingRelease(handle)
 
     return begin
@@ -347,13 +347,15 @@ def release(a2a: A2A, handle: Handle) -> None:
     Runs on the current stream. Raises RoundError (nothing was sent), PeerTimeout, PeerLeft, ChannelMisuse,
     RoundMismatch.
     """
-    prepare_release(a2a, handle)().wait()
+    prepare_release(a2a, handle)(True).wait()
 
 
 def _begun(handle: Handle, stage: Stage, what: str) -> Channel:
     """The channel of a pending operation, if it was not waited for yet."""
-    handle.a2a._check_ready()
+    handle.a2a._check_open()
     channel = handle.a2a._channels[handle.channel]
+    if not channel.waits_already:  # else an end that is known by now comes with what it leaves behind, as NaN rows
+        handle.a2a._check_ready()
     if channel.stage is not stage or channel.handle is not handle:
         raise RoundError(f"this {what} was waited for already (channel {handle.channel}, round {handle.round})")
     return channel

@@ -46,6 +46,7 @@ class Channel:
         self._error: StickyError | None = None
         self._inputs: DispatchInputs | None = None
         self._split: _layout.PhasedSplit | None = None
+        self.waits_already = False
         start = index * layout.channel_bytes
         region = memory.region[start : start + layout.channel_bytes]
         addresses = [base + start for base in memory.peer_bases]
@@ -205,9 +206,10 @@ class Channel:
         """End an operation here, where the next one may come on another stream."""
         self._turn.mark()
 
-    def send(self, inputs: DispatchInputs) -> Handle:
-        """Send the rows of a new round."""
+    def send(self, inputs: DispatchInputs, and_wait: bool) -> Handle:
+        """Send the rows of a new round; `and_wait`: what launches it also waits for those of the peers."""
         params = self._dispatch
+        params.waits = int(and_wait)
         params.num_rows = inputs.num_rows
         params.topk_ids = inputs.ids
         params.num_tokens = inputs.num_tokens
@@ -229,17 +231,20 @@ class Channel:
         except EpError:
             self.stage = Stage.CLOSED
             raise
+        self.waits_already = and_wait
         return handle
 
     def wait(self, phase: int, then: Stage) -> None:
-        """Wait for all peers' flags of a phase."""
-        stream, before = self._stream(), self.stage
-        self.stage = then  # first: as in `send`
-        try:
-            self._library.wait(self._wait[phase], stream)
-        except EpError:
-            self.stage = before
-            raise
+        """Wait for all peers' flags of a phase, unless what began it waits already."""
+        before, self.stage = self.stage, then  # first: as in `send`
+        if self.waits_already:
+            self.waits_already = False
+        else:
+            try:
+                self._end(phase, signals=False, waits=True)
+            except EpError:
+                self.stage = before
+                raise
         self._inputs = None
         if phase != abi.PHASE_COMBINE:  # a combine has yet to write its NaN rows
             self.raise_if_known()
@@ -285,10 +290,16 @@ class Channel:
         if self.outbox is None:
             self.stage_rows(to)
 
-    def signal_end(self, phase: int) -> None:
-        """Tell the peers that this rank has ended the round."""
-        self._library.end_signal(self._wait[phase], self._stream())
+    def signal_end(self, phase: int, and_wait: bool) -> None:
+        """Tell the peers that this rank has ended the round; `and_wait`: what launches it also waits for them."""
+        self._end(phase, signals=True, waits=and_wait)
+        self.waits_already = and_wait
         self.stage = Stage.ENDING
+
+    def _end(self, phase: int, signals: bool, waits: bool) -> None:
+        params = self._wait[phase]
+        params.signals, params.waits = int(signals), int(waits)
+        self._library.end(params, self._stream())
 
     def leave(self) -> None:
         """Tell the peers that this rank comes no more; at once, as the last operation may be waiting for them."""

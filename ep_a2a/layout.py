@@ -320,7 +320,7 @@ def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -
 
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
-TILE_START = 640  # of a tile's rows in shared memory: kTileStart in abi.h
+TILE_START = 1664  # of a tile's rows in shared memory: kTileStart in abi.h
 MAX_TILE_TOKENS = 32  # those of a bitmap word
 MAX_SHARED_BYTES = 48 * 1024  # of a CTA: several fit an SM, so that one loads while another stores
 MIN_PHASED_WARPS = 4

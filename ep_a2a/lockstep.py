@@ -50,7 +50,7 @@ class LockstepWorld(world.LocalWorld):
         self._together(api.prepare_release, calls)
 
     def _together(
-        self, prepare: Callable[..., Callable[[], _Pending]], calls: Sequence[tuple[Any, ...]], **same: int
+        self, prepare: Callable[..., Callable[[bool], _Pending]], calls: Sequence[tuple[Any, ...]], **same: int
     ) -> list[Any]:
         if len(calls) != len(self.ranks):
             raise ValueError(f"{len(calls)} calls for {len(self.ranks)} ranks: one for each")
@@ -68,15 +68,17 @@ class LockstepWorld(world.LocalWorld):
                 raise TypeError(f"the call of rank {rank}: {error}") from None
         begins = [prepare(*call, **same) for call in calls]
         current = None if self.streams[0] is None else torch.cuda.current_stream(self.streams[0].device)
+        start = None if current is None else current.record_event()
+        in_a_graph = current is not None and torch.cuda.is_current_stream_capturing()
         forked: list[torch.cuda.Stream] = []
         try:
             pending = []
             for stream, begin in zip(self.streams, begins):
                 with _device.on(stream):
-                    if stream is not None and current is not None:
-                        stream.wait_stream(current)
+                    if stream is not None and start is not None:
+                        stream.wait_event(start)  # not for what a rank adds, whose stream may be the current one
                         forked.append(stream)
-                    pending.append(begin())
+                    pending.append(begin(in_a_graph))  # there branches run side by side: one launch a rank
             results = []
             for stream, one in zip(self.streams, pending):
                 with _device.on(stream):

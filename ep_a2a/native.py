@@ -32,8 +32,7 @@ _PHASE = {abi.PHASE_DISPATCH: "dispatch", abi.PHASE_COMBINE: "combine", abi.PHAS
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH, _PEER_LEFT = 1, 2, 3, 4
 _LAUNCHERS = (
     "ep_a2a_dispatch_send",
-    "ep_a2a_wait",
-    "ep_a2a_end_signal",
+    "ep_a2a_end",
     "ep_a2a_leave",
     "ep_a2a_outbox_stage",
     "ep_a2a_outbox_order",
@@ -64,7 +63,7 @@ def library_path(kind: str) -> Path:
 
 
 class Library:
-    """The launchers of one compiled library, as Python calls: `library.wait(params, stream)`."""
+    """The launchers of one compiled library, as Python calls: `library.end(params, stream)`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,8 +80,7 @@ class Library:
             setattr(self, name.removeprefix("ep_a2a_"), self._launcher(name))
 
     dispatch_send: Callable[[abi.DispatchParams, int], None]
-    wait: Callable[[abi.WaitParams, int], None]
-    end_signal: Callable[[abi.WaitParams, int], None]
+    end: Callable[[abi.WaitParams, int], None]
     leave: Callable[[abi.WaitParams, int], None]
     outbox_stage: Callable[[abi.OutboxParams, int], None]
     outbox_order: Callable[[abi.OrderParams, int], None]

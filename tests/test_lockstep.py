@@ -182,6 +182,12 @@ def test_streams_join_after_an_exception(monkeypatch):
         def __init__(self, name):
             self.name = name
 
+        def record_event(self):
+            return self.name
+
+        def wait_event(self, event):
+            joined.append((event, self.name))
+
         def wait_stream(self, other):
             joined.append((other.name, self.name))
 
@@ -192,9 +198,10 @@ def test_streams_join_after_an_exception(monkeypatch):
     with ep_a2a.connect(Case().config(), group=world) as a2as, monkeypatch.context() as patched:
         patched.setattr(world, "streams", [Stream(0), Stream(1)])
         patched.setattr(torch.cuda, "current_stream", lambda _: Stream("current"))
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patched.setattr(lockstep._device, "on", lambda _: nullcontext())
         with pytest.raises(KeyboardInterrupt):
-            world._together(lambda a2a: Pending, [(a2a,) for a2a in a2as])
+            world._together(lambda a2a: lambda and_wait: Pending(), [(a2a,) for a2a in a2as])
     assert joined == [("current", 0), ("current", 1), (0, "current"), (1, "current")]
 
 
@@ -205,12 +212,12 @@ def test_a_wait_that_was_interrupted_is_not_repeated():
         channel, library = a2a._channels[0], a2a.library
 
         def wait(*args):
-            library.wait(*args)
+            library.end(*args)
             raise KeyboardInterrupt
 
         _, handle = ep_a2a.dispatch(a2a, x, own["ids"], own["weights"])
         pending = ep_a2a.release_begin(a2a, handle)
-        channel._library = SimpleNamespace(wait=wait)
+        channel._library = SimpleNamespace(end=wait)
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
         channel._library = library

@@ -20,6 +20,7 @@ from ep_a2a.testing import (
     assert_within,
     decode_nvfp4,
     decode_planes,
+    destinations,
     encode_nvfp4,
     payload_planes,
     reference_combine,
@@ -296,6 +297,17 @@ def test_routings_have_the_shape_their_name_says() -> None:
     assert 0.3 < (drawn["holes"] < 0).float().mean() < 0.5 and (drawn["holes"] < 0).all(1).any()
     assert (drawn["nothing"] == -1).all()
     assert (drawn["duplicates"][:, 0] == drawn["duplicates"][:, -1]).all()
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "num_ranks"), [(512, 22, 8), (512, 22, 16), (256, 8, 8), (20, 12, 1)])
+def test_all_to_one_is_one_rank(num_experts: int, top_k: int, num_ranks: int) -> None:
+    targets = set()
+    for seed in range(20):
+        ids, _ = ROUTINGS["all_to_one"](5, num_experts, top_k, torch.Generator().manual_seed(seed))
+        goes = destinations(ids, num_experts, num_ranks)
+        assert (goes.sum(dim=1) == 1).all() and (goes == goes[0]).all()
+        targets.add(int(goes[0].int().argmax()))
+    assert len(targets) > 1 or num_ranks == 1
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

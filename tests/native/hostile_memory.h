@@ -201,6 +201,7 @@ T modify(T* p, F f, bool acquire, bool release) {
 
 }  // namespace hostile
 
+inline uint64_t ld_relaxed_sys(const uint64_t* p) { return hostile::load(p, false); }
 inline uint64_t ld_acquire_sys(const uint64_t* p) { return hostile::load(p, true); }
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return hostile::load(p, true); }
 inline void st_relaxed_sys(uint64_t* p, uint64_t v) { hostile::store(p, v, false); }

@@ -38,6 +38,12 @@ inline Memory allocate(size_t bytes, int fill) {
 }
 
 struct World;
+#if defined(EP_A2A_FAULT_partial_waits)
+constexpr bool kPartialWaits = true;
+#else
+constexpr bool kPartialWaits = false;
+#endif
+
 struct Seat;
 struct SeatParams {
   Seat* seat;
@@ -61,8 +67,8 @@ struct Seat {  // one rank's end of one channel
   Seat(World& world, uint32_t rank, uint32_t channel_index, uint64_t seed);
   void dispatch(uint32_t round);
   void finish();
-  void send();
-  void wait(Phase phase);
+  void send(bool and_wait);
+  void wait(Phase phase, bool launched);
   void combine();
   void check_sums(uint32_t num_rows);
   void expect_end() const;
@@ -267,7 +273,7 @@ bool Seat::receives_nothing() const {
 
 void Seat::poison_outbox() { launch<poison_outbox_kernel>(1, kThreads, 0, nullptr, SeatParams{this}); }
 
-void Seat::send() {
+void Seat::send(bool and_wait) {
   const uint64_t h = script.draw('s', rank, round);
   DispatchParams params{};
   params.struct_bytes = sizeof params;
@@ -293,15 +299,16 @@ void Seat::send() {
   }
   count = script.wanted_tokens(rank, round);
   params.num_tokens = script.counts_on_device(rank, round) ? &count : nullptr;
+  params.waits = and_wait;
   ep_a2a_dispatch_send(&params, nullptr);
   for (InputRecord& input : inputs) input = {};
 }
 
 // Only a rank that was stopped may end a channel, and its peers name it. They may also name one that waits for it on
 // the other channel, or that this scheduler starved for longer than a waiter looks on: those are late as well. Counted.
-void Seat::wait(Phase phase) {
-  const WaitParams params{sizeof params, phase, channel};
-  ep_a2a_wait(&params, nullptr);
+void Seat::wait(Phase phase, bool launched) {
+  const WaitParams params{sizeof params, phase, 0, 1, channel};
+  if (!launched) ep_a2a_end(&params, nullptr);
   if (is_dead || status.failure == kHealthy) return;
   is_dead = true;
   const uint32_t gone = world.stopped_rank;
@@ -317,12 +324,13 @@ void Seat::dispatch(uint32_t next_round) {
   round = next_round;
   if (rounds_dead > 1) return;
   const uint64_t h = script.draw('k', rank, round);
-  send();
+  const bool at_once = h % 4 == 0 && !kPartialWaits;
+  send(at_once);
 #if defined(EP_A2A_FAULT_partial_waits)
   if (receives_nothing()) return launch<no_rows_kernel>(1, kThreads, 0, nullptr, SeatParams{this}), void();
 #endif
   if (!is_dead && h % 2) launch<early_reader_kernel>(2, kThreads, 0, nullptr, SeatParams{this});
-  wait(kPhaseDispatch);
+  wait(kPhaseDispatch, at_once);
 #if !defined(EP_A2A_FAULT_early_poison)
   if (!is_dead) poison_outbox();
 #endif
@@ -363,12 +371,13 @@ void Seat::finish() {
     params.channel = channel;
     ep_a2a_outbox_stage(&params, nullptr);
   }
-  const WaitParams signal{sizeof signal, phase, channel};
-  ep_a2a_end_signal(&signal, nullptr);
+  const bool at_once = script.draw('e', rank, round) % 2 && !kPartialWaits;
+  const WaitParams signal{sizeof signal, phase, 1, at_once, channel};
+  ep_a2a_end(&signal, nullptr);
 #if defined(EP_A2A_FAULT_partial_waits)
   launch<wait_for_holders_kernel>(1, kThreads, 0, nullptr, SeatParams{this});
 #else
-  wait(phase);
+  wait(phase, at_once);
 #endif
   if (phase == kPhaseCombine) combine();
 #if defined(EP_A2A_FAULT_early_poison)

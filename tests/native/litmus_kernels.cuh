@@ -37,12 +37,6 @@ struct LitmusParams {
   Status* statuses[kLitmusRanks];
 };
 
-__device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-
 // ---- what all kernels share ----
 
 __device__ __forceinline__ uint32_t round_of(const Channel& c) {
@@ -151,7 +145,9 @@ __global__ void litmus_wait_kernel(const __grid_constant__ LitmusParams p) {
   const Channel& c = p.channel;
   if (has_ended(p)) return;
   const Phase phase = static_cast<Phase>(p.phase);
-  wait_for_peers_warp(c, phase, phase == kPhaseDispatch ? c.dispatch_flags_offset : c.end_flags_offset, round_of(c));
+  const uint64_t flags_offset = phase == kPhaseDispatch ? c.dispatch_flags_offset : c.end_flags_offset;
+  uint64_t seen;
+  wait_for_peers_warp(c, phase, flags_offset, round_of(c), seen);
 }
 
 // The rows of one source, by ordinary loads. Every CTA takes its part.
@@ -203,7 +199,8 @@ __device__ bool wait_cta(const LitmusParams& p, uint32_t round) {
       }
     }
   } else if (threadIdx.x < kLanes) {
-    here = wait_for_peers_warp(c, kPhaseDispatch, c.dispatch_flags_offset, round);
+    uint64_t seen;
+    here = wait_for_peers_warp(c, kPhaseDispatch, c.dispatch_flags_offset, round, seen);
   }
   return __syncthreads_and(here);
 }

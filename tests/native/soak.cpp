@@ -169,11 +169,12 @@ void Rank::dispatch() {
   count_ = script_.wanted_tokens(rank_, round_);
   params.num_tokens = script_.counts_on_device(rank_, round_) ? &count_ : nullptr;
   loiter('1');
+  params.waits = h / 512 % 2;
   CHECK(ep_a2a_dispatch_send(&params, nullptr) == 0);
   expect_input_records();
   loiter('2');
-  const WaitParams wait{sizeof wait, kPhaseDispatch, channel_};
-  CHECK(ep_a2a_wait(&wait, nullptr) == 0);
+  const WaitParams wait{sizeof wait, kPhaseDispatch, 0, 1, channel_};
+  if (!params.waits) CHECK(ep_a2a_end(&wait, nullptr) == 0);
   expect(status_.failure == kHealthy, "dispatch failed, culprit as source", status_.culprit);
 }
 
@@ -231,10 +232,11 @@ void Rank::check_received() {
 // ---- the end of a round ----
 
 void Rank::end(Phase phase) {
-  const WaitParams wait{sizeof wait, phase, channel_};
-  CHECK(ep_a2a_end_signal(&wait, nullptr) == 0);
+  const uint32_t both = script_.draw('e', rank_, round_) % 2;
+  const WaitParams signal{sizeof signal, phase, 1, both, channel_}, wait{sizeof wait, phase, 0, 1, channel_};
+  CHECK(ep_a2a_end(&signal, nullptr) == 0);
   loiter('3');
-  CHECK(ep_a2a_wait(&wait, nullptr) == 0);
+  if (!both) CHECK(ep_a2a_end(&wait, nullptr) == 0);
   expect(status_.failure == kHealthy, "the end of a round failed, culprit as source", status_.culprit);
 }
 
