@@ -186,10 +186,10 @@ def median(times: Sequence[float]) -> float:
 
 
 def copy_times_us(clock: Clock, num: int) -> list[float]:
-    """Times of a plain copy of `COPY_BYTES` on the clock's device."""
+    """Times of a plain copy of `COPY_BYTES` on the clock's device: by a call, as a graph's copies are slower."""
     source = torch.ones(COPY_BYTES[clock.device], dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
-    return clock.times_us(Sample(clock.capture(lambda: target.copy_(source))), num, num_warm=2)
+    return clock.times_us(Sample(lambda: target.copy_(source)), num, num_warm=2)
 
 
 def turns(calls: Sequence[Callable[[int], list[float]]], num: int, passes: int = 4) -> list[list[float]]:
