@@ -106,13 +106,15 @@ struct DispatchParams {
   uint32_t num_rows;  // T: rows in the sources
   uint32_t top_k;
   uint32_t num_experts;
+  uint32_t experts_per_rank;  // the first num_longer_ranks own one more
+  uint32_t num_longer_ranks;
   uint32_t phased;  // 1 = phased schedule, 0 = general
   uint32_t num_ctas;
   uint32_t num_threads;
-  uint32_t tile_tokens;   // 1, 2, 4, 8, 16 or 32
-  uint32_t shared_bytes;  // of a CTA: kTileStart, and in the phased schedule the rows of a tile
-  uint32_t waits;         // 1 = the last CTA waits for the rows of all peers
-  uint32_t reserved;
+  uint32_t tile_tokens;       // 1, 2, 4, 8, 16 or 32: a divisor of a bitmap word's
+  uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
+  uint32_t waits;             // 1 = the last CTA waits for the rows of all peers
+  uint32_t ids_plane;         // planes of the payload are before it, weights follow it
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

@@ -1,14 +1,20 @@
 // dispatch.cu: every token's row to each distinct rank that owns one of its experts.
 //
 //   send   each CTA walks over tiles of tokens: it turns their ids into destination masks, and stores their rows and
-//          bitmap words; the last CTA opens the round and raises a flag at every peer
-//   wait   one warp waits for the flags of all peers and keeps their counts (combine.cu)
+//          bitmap words; the last CTA opens the round, raises a flag at every peer, and waits for those of all peers
+//          (or a kernel of its own does, in combine.cu)
 //
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
 // one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
 //
 //   general  every thread serves every plane, vector by vector through its registers; any row
-//   phased   warp i serves plane i, whose rows lie in shared memory: a lane sends the runs of its rank by bulk copies
+//   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each
+//
+// The last warp of a CTA serves no plane: it fetches tiles and sends bitmap words. Both schedules send all that goes to
+// one rank before the next: memory takes long runs faster than short ones in turn.
+//
+// For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
+// memory. So what is rare is out of line, and loops that move no rows are not unrolled.
 //
 // Writes: planes, bitmap and flag of this rank at every peer (window: until the peer's dispatch wait ends); masks,
 // counts and round of the own state. Reads: the caller's tensors.
@@ -27,78 +33,109 @@ struct Shared {                             // of a CTA; the rows of a tile foll
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
-// Experts are owned in contiguous runs; the first `num_experts % num_ranks` ranks own one more (layout.first_expert).
-struct ExpertOwner {
-  uint32_t base, extra;
-  __device__ ExpertOwner(uint32_t num_experts, uint32_t num_ranks)
-      : base(num_experts / num_ranks), extra(num_experts % num_ranks) {}
-  __device__ uint32_t operator()(uint32_t expert) const {
-    const uint32_t longer = extra * (base + 1);
-    return expert < longer ? expert / (base + 1) : extra + (expert - longer) / base;
-  }
-};
+// The rank of an id; ~0 where it is not that of an expert. Experts are owned in contiguous runs; the first
+// `num_longer_ranks` ranks own one more (layout.first_expert).
+__device__ __noinline__ uint32_t rank_of(int32_t id, uint32_t num_experts, uint32_t experts_per_rank,
+                                         uint32_t num_longer_ranks) {
+  if (id < 0 || id >= static_cast<int32_t>(num_experts)) return ~0u;
+  const uint32_t expert = static_cast<uint32_t>(id), longer = num_longer_ranks * (experts_per_rank + 1);
+  if (expert < longer) return expert / (experts_per_rank + 1);
+  return num_longer_ranks + (expert - longer) / experts_per_rank;
+}
+__device__ __forceinline__ uint32_t rank_of(const DispatchParams& p, int32_t id) {
+  return rank_of(id, p.num_experts, p.experts_per_rank, p.num_longer_ranks);
+}
 
 struct Tile {
-  uint32_t first;      // token
-  uint32_t count;      // tokens
-  uint32_t num_masks;  // tokens whose masks are made: the first tile of a bitmap word stores that word
+  uint32_t first;  // token
+  uint32_t count;  // tokens
 };
 
-// Destination masks of tokens first, first + 1, ... into shared memory, those of the tile into the state too.
-__device__ __forceinline__ void make_masks_cta(const DispatchParams& p, const ExpertOwner& owner_of, const Tile& tile,
-                                               Shared& shared) {
-  constexpr uint32_t kBatch = 4;  // loads that are under way together
+__device__ __forceinline__ uint32_t num_serving_warps() { return blockDim.x / kLanes - 1; }
+
+__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
+  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+}
+
+// Word `index` of a token's row of ids, that of its first ones given: the ids, the row's scale if there is one, zeros.
+__device__ __forceinline__ uint32_t id_row_word(const DispatchParams& p, uint32_t token, uint32_t index, uint32_t id) {
+  const RowSource& source = p.sources[p.ids_plane];
+  if (index < p.top_k) return id;
+  const bool is_tail = index == p.top_k && source.tail;
+  return is_tail ? float_to_bits(source.tail[static_cast<uint64_t>(token) * source.tail_stride]) : 0;
+}
+
+// Destination masks of the tokens of a tile, into shared memory and the state; in the phased schedule also their rows
+// of ids and weights, as the ids are read here. All serving warps: a token a warp, an id a lane.
+template <bool kPhased>
+__device__ __forceinline__ void make_masks(const DispatchParams& p, const Tile& tile, Shared& shared) {
+  constexpr uint32_t kBatch = 2;  // tokens whose loads are under way together
   const Channel& c = p.channel;
-  const uint32_t lane = threadIdx.x % kLanes, warps = blockDim.x / kLanes;
-  for (uint32_t i = threadIdx.x / kLanes; i < tile.num_masks; i += warps * kBatch) {
-    int32_t experts[kBatch];
+  const uint32_t lane = threadIdx.x % kLanes, warps = num_serving_warps();
+  const uint32_t* weights = static_cast<const uint32_t*>(p.sources[p.ids_plane + 1].rows);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / kLanes; i < tile.count; i += warps * kBatch) {
+    int32_t ids[kBatch];
+    uint32_t weight[kBatch], id_words[kBatch];
 #pragma unroll
     for (uint32_t b = 0; b < kBatch; ++b) {
       const uint32_t token = i + b * warps;
-      const bool is_id = token < tile.num_masks && lane < p.top_k;
-      experts[b] = is_id ? p.topk_ids[static_cast<uint64_t>(tile.first + token) * p.top_k + lane] : -1;
+      if (token >= tile.count) break;
+      const uint64_t at = static_cast<uint64_t>(tile.first + token) * p.top_k + lane;
+      ids[b] = lane < p.top_k ? p.topk_ids[at] : -1;
+      if constexpr (kPhased) {
+        weight[b] = lane < p.top_k ? weights[at] : 0;
+        id_words[b] = id_row_word(p, tile.first + token, lane, static_cast<uint32_t>(ids[b]));
+      }
     }
 #pragma unroll
     for (uint32_t b = 0; b < kBatch; ++b) {
       const uint32_t token = i + b * warps;
-      if (token >= tile.num_masks) break;
-      const bool is_expert = experts[b] >= 0 && experts[b] < static_cast<int32_t>(p.num_experts);
-      const uint32_t rank = is_expert ? owner_of(experts[b]) : ~0u;
+      if (token >= tile.count) break;
+      const uint32_t rank = rank_of(p, ids[b]);
+#pragma unroll 1
       for (uint32_t w = 0; w < c.mask_words; ++w) {
         const uint32_t bits = __reduce_or_sync(kAllLanes, rank / 32 == w ? 1u << rank % 32 : 0);
         if (lane != 0) continue;
         shared.masks[w][token] = bits;
-        if (token < tile.count) st_word(token_mask(c, tile.first + token) + w, bits);
+        st_word(token_mask(c, tile.first + token) + w, bits);
       }
-      if (!is_expert && experts[b] != -1 && token < tile.count) {
+      if (rank == ~0u && ids[b] != -1) {
         red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
+      }
+      if constexpr (kPhased) {
+        const Plane &ids_plane = p.planes[p.ids_plane], &weights_plane = p.planes[p.ids_plane + 1];
+        const uint32_t num_id_words = ids_plane.row_bytes / 4, num_weight_words = weights_plane.row_bytes / 4;
+        uint32_t* id_row = reinterpret_cast<uint32_t*>(tile_rows(p, ids_plane)) + token * num_id_words;
+        if (lane < num_id_words) id_row[lane] = id_words[b];
+        if (lane + kLanes < num_id_words) id_row[lane + kLanes] = id_row_word(p, tile.first + token, lane + kLanes, 0);
+        uint32_t* weight_row = reinterpret_cast<uint32_t*>(tile_rows(p, weights_plane)) + token * num_weight_words;
+        if (lane < num_weight_words) weight_row[lane] = weight[b];
       }
     }
   }
 }
 
-// Which of the first `num_masks` tokens go to `rank`, in all lanes. One warp.
-__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, uint32_t num_masks, uint32_t rank) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  return __ballot_sync(kAllLanes, lane < num_masks && shared.masks[rank / 32][lane] >> rank % 32 & 1);
-}
-// The same, for rank first_rank + lane in each lane.
-__device__ __forceinline__ uint32_t tokens_by_lane_warp(const Shared& shared, uint32_t num_masks, uint32_t first_rank,
-                                                        uint32_t num_ranks) {
-  uint32_t mine = 0;
-  for (uint32_t r = 0; r < kLanes && first_rank + r < num_ranks; ++r) {
-    const uint32_t tokens = tokens_to_warp(shared, num_masks, first_rank + r);
-    if (threadIdx.x % kLanes == r) mine = tokens;
-  }
-  return mine;
-}
-
-// The bitmap word that begins with this tile, at every peer. One warp.
-__device__ __forceinline__ void send_bitmap_word_warp(const Channel& c, const Tile& tile, const Shared& shared) {
-  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += kLanes) {
-    const uint32_t tokens = tokens_by_lane_warp(shared, tile.num_masks, first_rank, c.num_ranks);
-    const uint32_t rank = first_rank + threadIdx.x % kLanes;
-    if (rank < c.num_ranks) st_word(bitmap_at(c, rank, c.rank) + tile.first / kWordTokens, tokens);
+// The bitmap word that begins with a tile, at every peer, straight from the ids. One warp: a token a lane.
+__device__ __forceinline__ void send_bitmap_word_warp(const DispatchParams& p, uint32_t first, uint32_t num_tokens,
+                                                      const Shared& shared) {
+  const Channel& c = p.channel;
+  const uint32_t lane = threadIdx.x % kLanes, token = first + lane;
+  const int32_t* ids = p.topk_ids + static_cast<uint64_t>(token) * p.top_k;
+  const uint64_t word = static_cast<uint64_t>(c.rank) * c.bitmap_words + first / kWordTokens;
+#pragma unroll 1
+  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += 32) {
+    uint32_t mask = 0;
+#pragma unroll 1
+    for (uint32_t k = 0; k < p.top_k; ++k) {
+      const uint32_t rank = token < num_tokens ? rank_of(p, ids[k]) : ~0u;
+      mask |= (rank / 32 == first_rank / 32) << rank % 32;
+    }
+#pragma unroll 1
+    for (uint32_t rank = first_rank; rank < first_rank + 32 && rank < c.num_ranks; ++rank) {
+      const uint32_t tokens = __ballot_sync(kAllLanes, mask >> rank % 32 & 1);
+      if (lane == rank % 32) st_word(reinterpret_cast<uint32_t*>(shared.peers[rank] + c.bitmap_offset) + word, tokens);
+    }
   }
 }
 
@@ -110,21 +147,24 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
   constexpr uint32_t kBatch = 4;
   const Channel& c = p.channel;
   const uint32_t num_vectors = plane.row_bytes / kVectorBytes, num_items = tile.count * num_vectors;
+  const uint32_t num_threads = num_serving_warps() * kLanes;
   const uint64_t policy = evict_first();
-  for (uint32_t item = threadIdx.x; item < num_items; item += blockDim.x * kBatch) {
+#pragma unroll 1
+  for (uint32_t item = threadIdx.x; item < num_items; item += num_threads * kBatch) {
     Vector vectors[kBatch];
     uint32_t tokens[kBatch];
 #pragma unroll
     for (uint32_t b = 0; b < kBatch; ++b) {
-      const uint32_t i = item + b * blockDim.x;
+      const uint32_t i = item + b * num_threads;
       tokens[b] = i / num_vectors;
       if (i < num_items) vectors[b] = ld_row_source(source, tile.first + tokens[b], i - tokens[b] * num_vectors);
     }
+#pragma unroll 1
     for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
       char* rows = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
 #pragma unroll
       for (uint32_t b = 0; b < kBatch; ++b) {
-        const uint32_t i = item + b * blockDim.x;
+        const uint32_t i = item + b * num_threads;
         if (i >= num_items || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
         st_vector(rows + static_cast<uint64_t>(i) * kVectorBytes, vectors[b], policy);
       }
@@ -134,62 +174,69 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
 
 // ---- phased ------------------------------------------------------------------------------------------------------
 
-// Whether a tile's rows at the source are, bytes and alignment, what a destination gets.
-__device__ __forceinline__ bool is_copied_whole(const Plane& plane, const RowSource& source) {
-  return source.num_bytes == plane.row_bytes && source.align_bytes == kVectorBytes;
+// How the rows of a plane come into a tile: with the masks (ids and weights), by one bulk copy where source and
+// destination have the same bytes, or vector by vector.
+__device__ __forceinline__ bool comes_with_masks(const DispatchParams& p, uint32_t plane) {
+  return plane == p.ids_plane || plane == p.ids_plane + 1;
 }
-
-__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
-  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+__device__ __forceinline__ bool comes_whole(const DispatchParams& p, uint32_t plane) {
+  const RowSource& source = p.sources[plane];
+  return !comes_with_masks(p, plane) && source.num_bytes == p.planes[plane].row_bytes &&
+         source.align_bytes == kVectorBytes;
 }
 
 // Starts the bulk copies into the tile. One thread.
 __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& tile, Shared& shared) {
   uint32_t num_bytes = 0;
+#pragma unroll 1
   for (uint32_t i = 0; i < p.num_planes; ++i) {
-    if (is_copied_whole(p.planes[i], p.sources[i])) num_bytes += tile.count * p.planes[i].row_bytes;
+    if (comes_whole(p, i)) num_bytes += tile.count * p.planes[i].row_bytes;
   }
   barrier_expect_bytes(&shared.loaded, num_bytes);
   const uint64_t policy = p.tile_tokens < kLargeTile ? evict_normal() : evict_first();
+#pragma unroll 1
   for (uint32_t i = 0; i < p.num_planes; ++i) {
     const Plane& plane = p.planes[i];
-    if (!is_copied_whole(plane, p.sources[i])) continue;
+    if (!comes_whole(p, i)) continue;
     const char* rows =
         static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
     bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
   }
 }
 
-// The rows that are not copied whole, by all threads.
-__device__ __forceinline__ void stage_tile(const DispatchParams& p, const Tile& tile) {
-  for (uint32_t i = 0; i < p.num_planes; ++i) {
-    const Plane& plane = p.planes[i];
-    if (is_copied_whole(plane, p.sources[i])) continue;
-    const uint32_t num_vectors = plane.row_bytes / kVectorBytes;
-    for (uint32_t item = threadIdx.x; item < tile.count * num_vectors; item += blockDim.x) {
-      const uint32_t token = item / num_vectors;
-      reinterpret_cast<Vector*>(tile_rows(p, plane))[item] =
-          ld_row_source(p.sources[i], tile.first + token, item - token * num_vectors);
-    }
+// The rows of a plane that come vector by vector. All serving warps.
+__device__ __noinline__ void stage_plane(const DispatchParams& p, Tile tile, uint32_t plane) {
+  const uint32_t num_vectors = p.planes[plane].row_bytes / kVectorBytes;
+  Vector* rows = reinterpret_cast<Vector*>(tile_rows(p, p.planes[plane]));
+  for (uint32_t item = threadIdx.x; item < tile.count * num_vectors; item += num_serving_warps() * kLanes) {
+    const uint32_t token = item / num_vectors;
+    rows[item] = ld_row_source(p.sources[plane], tile.first + token, item - token * num_vectors);
   }
 }
 
-// The rows of one plane of a tile to every rank, a lane each. One warp.
+// Which tokens of a tile go to `rank`, in all lanes. One warp.
+__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, const Tile& tile, uint32_t rank) {
+  const uint32_t lane = threadIdx.x % kLanes;
+  return __ballot_sync(kAllLanes, lane < tile.count && shared.masks[rank / 32][lane] >> rank % 32 & 1);
+}
+
+// The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp: a
+// run is sent by the lane with the number of its first token.
 __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
                                                        const Plane& plane) {
   const Channel& c = p.channel;
-  const char* from = tile_rows(p, plane);
+  const uint32_t lane = threadIdx.x % kLanes;
+  const char* from = tile_rows(p, plane) + lane * plane.row_bytes;
+  char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first + lane);
   const uint64_t policy = evict_first();
-  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += kLanes) {
-    uint32_t tokens = tokens_by_lane_warp(shared, tile.count, first_rank, c.num_ranks);
-    const uint32_t rank = first_rank + threadIdx.x % kLanes;
-    while (tokens) {
-      const uint32_t begin = __ffs(tokens) - 1,
-                     length = __ffs(~(tokens >> begin)) ? __ffs(~(tokens >> begin)) - 1 : kLanes;
-      bulk_store(row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first + begin),
-                 from + begin * plane.row_bytes, length * plane.row_bytes, policy);
-      tokens = begin + length < kLanes ? tokens >> (begin + length) << (begin + length) : 0;
-    }
+  uint32_t rank = c.rank;
+#pragma unroll 1
+  for (uint32_t i = 0; i < c.num_ranks; ++i, ++rank) {
+    if (rank == c.num_ranks) rank = 0;
+    const uint32_t tokens = tokens_to_warp(shared, tile, rank), behind = ~(tokens >> lane);
+    const bool begins_run = (tokens & ~(tokens << 1)) >> lane & 1;
+    const uint32_t length = behind ? __ffs(behind) - 1 : kLanes;
+    if (begins_run) bulk_store(to + shared.peers[rank], from, length * plane.row_bytes, policy);
   }
 }
 
@@ -204,46 +251,64 @@ struct State {
   __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
 };
 
+// A serving warp's part of a tile, from ids to rows on their way.
 template <bool kPhased>
-__device__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens) {
-  Shared& shared = *static_cast<Shared*>(shared_memory());
-  const ExpertOwner owner_of(p.num_experts, p.channel.num_ranks);
-  const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
-  if (kPhased && threadIdx.x == 0) barrier_init(&shared.loaded);
+__device__ __forceinline__ void send_tile_warp(const DispatchParams& p, const State& state, const Tile& tile,
+                                               uint32_t parity, Shared& shared) {
+  const uint32_t warp = threadIdx.x / kLanes, warps = num_serving_warps();
+  make_masks<kPhased>(p, tile, shared);
+  if constexpr (kPhased) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < p.num_planes; ++i) {
+      if (!comes_with_masks(p, i) && !comes_whole(p, i)) stage_plane(p, tile, i);
+    }
+    fence_proxy_async();  // bulk copies read what threads have written
+  }
+  __syncthreads();
+  if constexpr (kPhased) {
+    barrier_wait(&shared.loaded, parity);
+    if (!state.may_send()) return;
+#pragma unroll 1
+    for (uint32_t i = warp; i < p.num_planes; i += warps) send_plane_phased_warp(p, tile, shared, p.planes[i]);
+    bulk_commit();
+  } else {
+    if (!state.may_send()) return;
+#pragma unroll 1
+    for (uint32_t i = 0; i < p.num_planes; ++i) send_plane_general(p, tile, shared, p.planes[i], p.sources[i]);
+  }
+}
+
+template <bool kPhased>
+__device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens,
+                                               Shared& shared) {
+  const bool serves = threadIdx.x / kLanes < num_serving_warps(), loads = kPhased && threadIdx.x == blockDim.x - kLanes;
+  if (loads) barrier_init(&shared.loaded);
+#pragma unroll 1
   for (uint32_t rank = threadIdx.x; rank < p.channel.num_ranks; rank += blockDim.x) {
     shared.peers[rank] = p.channel.peers[rank];
   }
   uint32_t parity = 0;
+#pragma unroll 1
   for (uint32_t first = blockIdx.x * p.tile_tokens; first < num_tokens; first += gridDim.x * p.tile_tokens) {
+    if (first != blockIdx.x * p.tile_tokens) {  // the same memory takes another tile
+      if constexpr (kPhased) bulk_wait_read();
+      __syncthreads();
+    }
     const uint32_t left = num_tokens - first;
-    Tile tile{first, left < p.tile_tokens ? left : p.tile_tokens, 0};
-    tile.num_masks = first % kWordTokens ? tile.count : left < kWordTokens ? left : kWordTokens;
-    if (kPhased && threadIdx.x == 0) load_tile(p, tile, shared);
-    make_masks_cta(p, owner_of, tile, shared);
-    if constexpr (kPhased) {
-      stage_tile(p, tile);
-      fence_proxy_async();  // bulk copies read what threads have written
-    }
-    __syncthreads();
-    if constexpr (kPhased) {
-      barrier_wait(&shared.loaded, parity);
-      parity ^= 1;
-    }
-    if (!state.may_send()) return;
-    if constexpr (kPhased) {
-      for (uint32_t i = warp; i < p.num_planes; i += warps) send_plane_phased_warp(p, tile, shared, p.planes[i]);
-      bulk_commit();
+    const Tile tile{first, left < p.tile_tokens ? left : p.tile_tokens};
+    if (serves) {
+      send_tile_warp<kPhased>(p, state, tile, parity, shared);
     } else {
-      for (uint32_t i = 0; i < p.num_planes; ++i) send_plane_general(p, tile, shared, p.planes[i], p.sources[i]);
+      if (loads) load_tile(p, tile, shared);
+      __syncthreads();
+      if (first % kWordTokens == 0 && state.may_send()) send_bitmap_word_warp(p, first, num_tokens, shared);
     }
-    if (first % kWordTokens == 0 && warp == warps - 1) send_bitmap_word_warp(p.channel, tile, shared);
-    if constexpr (kPhased) bulk_wait_read();
-    __syncthreads();  // the next tile takes the same memory
+    parity ^= 1;
   }
   if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 }
 
-__device__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
+__device__ __noinline__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
   const int32_t num_rows = static_cast<int32_t>(p.num_rows), num_experts = static_cast<int32_t>(p.num_experts);
   if (wanted_tokens < 0 || wanted_tokens > num_rows) {
     record_bad_input(p.channel, kInvalidCount, {0, 0, 0, wanted_tokens, num_rows, 0});
@@ -269,7 +334,8 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
     publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens);
   }
 #endif
-  send_tiles_cta<kPhased>(p, state, num_tokens);
+  Shared& shared = *static_cast<Shared*>(shared_memory());
+  send_tiles_cta<kPhased>(p, state, num_tokens, shared);
 
   if (!last_cta(&c.state->send_counter)) return;
   if (state.may_send() && threadIdx.x == blockDim.x - 1) {  // of another warp than the flags', if there is one
@@ -279,7 +345,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   }
   if (threadIdx.x >= kLanes) return;
   if (state.may_send()) {
-    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens);
+    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens, shared.peers);
   } else if (state.alive) {
     fail_misuse_warp(c, kPhaseDispatch, state.epoch());
   }

@@ -1,23 +1,10 @@
 // rows.cuh: the rows that travel. One function loads a vector of a row at its source, one stores it at a destination.
 //
 // A row at a destination is `row_bytes` (whole sectors) and is written in 16-byte vectors; what the source does not
-// fill is zero. The source is read in the widest words that its own alignment allows.
+// fill is zero. The source is read in vectors, words or bytes, as its own alignment allows.
 #pragma once
 
 #include "sync.cuh"
-
-template <class Word>
-__device__ __forceinline__ Vector ld_source(const char* p) {
-  union {
-    Vector vector;
-    Word words[kVectorBytes / sizeof(Word)];
-  } u;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(kVectorBytes / sizeof(Word)); ++i) {
-    u.words[i] = reinterpret_cast<const Word*>(p)[i];
-  }
-  return u.vector;
-}
 
 // Word `byte / 4` of a row whose end lies in this vector: part of the row, its tail, or zero.
 __device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, uint32_t token, uint32_t byte) {
@@ -26,29 +13,32 @@ __device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, ui
     return is_tail ? float_to_bits(s.tail[static_cast<uint64_t>(token) * s.tail_stride]) : 0;
   }
   uint32_t word = 0;
+#pragma unroll 1
   for (uint32_t i = 0; i < 4 && byte + i < s.num_bytes; ++i) {
     word |= static_cast<uint32_t>(static_cast<uint8_t>(row[byte + i])) << 8 * i;
   }
   return word;
 }
 
+// A vector that is no whole aligned one at its source. Out of line: kernels are read from memory too.
+__device__ __noinline__ Vector ld_row_source_narrow(const RowSource& s, const char* row, uint32_t token,
+                                                    uint32_t byte) {
+  Vector v;
+  const bool has_words = s.align_bytes >= 4 && byte + kVectorBytes <= s.num_bytes;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    v.words[i] =
+        has_words ? reinterpret_cast<const uint32_t*>(row + byte)[i] : ld_source_end(s, row, token, byte + 4 * i);
+  }
+  return v;
+}
+
 // Vector `index` of a token's row, from the rank's own tensors.
 __device__ __forceinline__ Vector ld_row_source(const RowSource& s, uint32_t token, uint32_t index) {
   const char* row = static_cast<const char*>(s.rows) + static_cast<uint64_t>(token) * s.num_bytes;
   const uint32_t byte = index * kVectorBytes;
-  if (byte + kVectorBytes > s.num_bytes) {
-    Vector v;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) v.words[i] = ld_source_end(s, row, token, byte + 4 * i);
-    return v;
-  }
-  switch (s.align_bytes) {
-    case 16: return ld_source<Vector>(row + byte);
-    case 8: return ld_source<uint64_t>(row + byte);
-    case 4: return ld_source<uint32_t>(row + byte);
-    case 2: return ld_source<uint16_t>(row + byte);
-    default: return ld_source<uint8_t>(row + byte);
-  }
+  const bool is_whole = s.align_bytes == kVectorBytes && byte + kVectorBytes <= s.num_bytes;
+  return is_whole ? *reinterpret_cast<const Vector*>(row + byte) : ld_row_source_narrow(s, row, token, byte);
 }
 
 // Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel at `peer`.

@@ -68,20 +68,24 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
 
 // Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
 // One warp; a fence and stores on a GPU, release stores on a CPU (a race detector sees no bare fences).
-__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  uint64_t* first = lane < c.num_ranks ? flag_at(c, lane, offset, c.rank) : nullptr;  // a load less behind the fence
+// `peers`: those of the channel, where they lie nearer.
+__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value, const uint64_t* peers) {
 #if defined(__CUDACC__) && !defined(EP_A2A_FAULT_no_release)
   fence_acq_rel_sys();
 #endif
-  for (uint32_t owner = lane; owner < c.num_ranks; owner += kLanes) {
-    uint64_t* flag = owner == lane ? first : flag_at(c, owner, offset, c.rank);
+#pragma unroll 1
+  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
+    uint64_t* flag = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank;
 #if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
     st_relaxed_sys(flag, value);
 #else
     st_release_sys(flag, value);
 #endif
   }
+}
+
+__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
+  publish_warp(c, offset, value, c.peers);
 }
 
 // True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
@@ -113,7 +117,7 @@ __device__ __forceinline__ uint64_t abort_word(const Why& why) {
 // Ends the channel: sticky word, status record, and an abort word at every peer. One warp. Two kernels of a rank can be
 // here at once, as `leave` has a stream of its own: both words say that the channel has ended, the counter lets one of
 // them write the record, and a waiting warp learns of the other by its abort word, with acquire.
-__device__ inline void fail_warp(const Channel& c, const Why& why) {
+__device__ __noinline__ void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
   __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive
   if (threadIdx.x % kLanes == 0) {
@@ -134,13 +138,13 @@ __device__ inline void fail_warp(const Channel& c, const Why& why) {
   publish_warp(c, c.abort_words_offset, word);
 }
 
-__device__ __forceinline__ void fail_misuse_warp(const Channel& c, Phase phase, uint64_t epoch) {
+__device__ __noinline__ void fail_misuse_warp(const Channel& c, Phase phase, uint64_t epoch) {
   fail_warp(c, Why{kChannelMisuse, phase, phase, c.rank, c.rank, epoch, epoch, 0});
 }
 
 // Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
 // thread.
-__device__ inline void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
+__device__ __noinline__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
   InputRecord& record = c.inputs[kind];
   if (ld_acquire_sys(&record.present)) return;
   record = found;
@@ -148,6 +152,7 @@ __device__ inline void record_bad_input(const Channel& c, BadInput kind, const I
 }
 
 __device__ __forceinline__ uint64_t min_warp(uint64_t value) {
+#pragma unroll 1
   for (int step = 16; step > 0; step /= 2) {
     const uint64_t other = __shfl_xor_sync(kAllLanes, value, step);
     value = other < value ? other : value;
@@ -159,6 +164,7 @@ __device__ __forceinline__ uint64_t min_warp(uint64_t value) {
 template <class Of>
 __device__ __forceinline__ uint64_t min_source_warp(const Channel& c, Of of) {
   uint64_t smallest = ~uint64_t{0};
+#pragma unroll 1
   for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
     const uint64_t value = of(source);
     smallest = value < smallest ? value : smallest;
@@ -205,25 +211,42 @@ __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, uint64_t flag
   return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags_offset, source));
 }
 
-// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended. `seen` is
-// the flag of the source with the number of the lane.
+// A waiter has been told of an abort, or its deadline has passed. True: nobody is missing any more, and nobody has
+// told.
 //
-// A rank that is told of an abort, or sees its deadline pass, gives up: it tells whom it misses, looks on for a while,
-// and ends with the smallest word of all. So a rank that waits in an earlier phase, and knows the true culprit, is
-// heard by those behind it that miss only that rank. It tells so too if it is told of a later phase; of its own phase,
-// whoever told first is believed. Abort words go before flags: a late rank finds all flags there, and that its peers
-// gave up.
-__device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
-                                           uint64_t& seen) {
+// It tells whom it misses, looks on for a while, and ends with the smallest word of all. So a rank that waits in an
+// earlier phase, and knows the true culprit, is heard by those behind it that miss only that rank. It tells so too if
+// it is told of a later phase; of its own phase, whoever told first is believed. One warp; out of line, as it is rare.
+__device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+                                          bool told, uint64_t timeout_ns, uint64_t waited_ns) {
+  const Why own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
+  if (!told && own.failure == kHealthy) return true;
+  const uint64_t first = smallest_abort_warp(c);
+  const bool in_later_phase = (first & 0xf) == kPeerTimeout && first >> 20 > (epoch << 4 | phase);
+  if (own.failure != kHealthy && (!told || in_later_phase)) publish_warp(c, c.abort_words_offset, abort_word(own));
+  const uint64_t start = time_ns(), grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
+  uint64_t looked_ns = 0;
+  for (unsigned num_polls = 0; looked_ns < grace_ns; ++num_polls) {
+    pause_waiting(num_polls, threadIdx.x % kLanes == 0);
+    looked_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
+  }
+  const uint64_t word = smallest_abort_warp(c);
+  fail_warp(c, word == abort_word(own) ? own : why_of(word, phase, waited_ns + looked_ns));
+  return false;
+}
+
+// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended. `seen` is
+// the flag of the source with the number of the lane. Abort words go before flags: a late rank finds all flags there,
+// and that its peers gave up.
+__device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset,
+                                                    uint64_t epoch, uint64_t& seen) {
   const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
-  const uint64_t grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
   const uint64_t start = time_ns();
-  uint64_t end_ns = ~uint64_t{0};  // of the look around, once this rank has given up
-  Why own{};
   for (unsigned num_polls = 0;; ++num_polls) {
     // The time is older than what is seen below: a rank that stood still past its deadline sees that it was given up.
     const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
     bool here = true, told = false;
+#pragma unroll 1
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
       told |= ld_relaxed_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;  // both are under way together
       const uint64_t flag = ld_acquire_sys(flag_at(c, c.rank, flags_offset, source));
@@ -236,20 +259,9 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     told = __any_sync(kAllLanes, told);
-    if (end_ns == ~uint64_t{0}) {
-      if (!told && __all_sync(kAllLanes, here)) return true;
-      if (told || waited_ns >= timeout_ns) {
-        own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
-        if (!told && own.failure == kHealthy) continue;  // all are here by now
-        const uint64_t word = smallest_abort_warp(c);
-        const bool in_later_phase = (word & 0xf) == kPeerTimeout && word >> 20 > (epoch << 4 | phase);
-        if (own.failure != kHealthy && (!told || in_later_phase))
-          publish_warp(c, c.abort_words_offset, abort_word(own));
-        end_ns = waited_ns + grace_ns;
-      }
-    } else if (waited_ns >= end_ns) {
-      const uint64_t word = smallest_abort_warp(c);
-      fail_warp(c, word == abort_word(own) ? own : why_of(word, phase, waited_ns));
+    if (!told && __all_sync(kAllLanes, here)) return true;
+    if ((told || waited_ns >= timeout_ns) &&
+        !give_up_warp(c, phase, flags_offset, epoch, told, timeout_ns, waited_ns)) {
       return false;
     }
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
@@ -258,10 +270,11 @@ __device__ inline bool wait_for_peers_warp(const Channel& c, Phase phase, uint64
 
 // The end of a dispatch on this rank: waits for the rows of all sources and keeps the counts that came with the flags;
 // 0 for all if the channel has ended. One warp.
-__device__ inline void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch) {
+__device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch) {
   const uint64_t offset = c.dispatch_flags_offset;
   uint64_t seen = 0;
   const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, offset, epoch, seen);
+#pragma unroll 1
   for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
     const uint64_t flag = arrived ? arrived_flag(c, offset, source, seen) : 0;
     st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));

@@ -100,8 +100,15 @@ class Channel:
         def params(struct: type[ctypes.Structure], **fields: Any) -> Any:
             return abi.with_size(struct(channel=shared, **fields))
 
+        experts_per_rank, num_longer_ranks = _layout.shares(config.num_experts, a2a.num_ranks)
         self._dispatch = params(
-            abi.DispatchParams, num_planes=len(layout.planes), top_k=config.top_k, num_experts=config.num_experts
+            abi.DispatchParams,
+            num_planes=len(layout.planes),
+            top_k=config.top_k,
+            num_experts=config.num_experts,
+            experts_per_rank=experts_per_rank,
+            num_longer_ranks=num_longer_ranks,
+            ids_plane=len(config.payload.columns),
         )
         for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
             slot.offset, slot.row_bytes = offset, plane.row_bytes

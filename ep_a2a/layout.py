@@ -192,9 +192,15 @@ def outbox_row(combine: Format, hidden: int) -> OutboxRow:
 # ---- experts and ranks -------------------------------------------------------------------------------------------
 
 
+def shares(num_experts: int, num_ranks: int) -> tuple[int, int]:
+    """How many experts a rank owns, and how many ranks, the first ones, own one more."""
+    return divmod(num_experts, num_ranks)
+
+
 def first_expert(rank: int, num_experts: int, num_ranks: int) -> int:
-    """The first expert of `rank`; the first `num_experts % num_ranks` ranks own one more than the others."""
-    return rank * (num_experts // num_ranks) + min(rank, num_experts % num_ranks)
+    """The first expert of `rank`."""
+    experts_per_rank, num_longer_ranks = shares(num_experts, num_ranks)
+    return rank * experts_per_rank + min(rank, num_longer_ranks)
 
 
 def local_experts(rank: int, num_experts: int, num_ranks: int) -> range:
@@ -321,14 +327,14 @@ def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 TILE_START = 1664  # of a tile's rows in shared memory: kTileStart in abi.h
-MAX_TILE_TOKENS = 32  # those of a bitmap word
+MAX_TILE_TOKENS = 16  # a larger one has shorter turns on an SM, but fewer
 MAX_SHARED_BYTES = 48 * 1024  # of a CTA: several fit an SM, so that one loads while another stores
-MIN_PHASED_WARPS = 4
+MIN_PHASED_WARPS = 4  # that read ids together
 
 
 @dataclass(frozen=True)
 class PhasedSplit:
-    """How the phased schedule divides a payload: warp i of a CTA serves plane i of a tile of tokens."""
+    """How the phased schedule divides a payload: warp i of a CTA serves plane i of a tile, one more warp none."""
 
     num_threads: int
     tile_offsets: tuple[int, ...]  # where a plane's rows begin in a tile, in bytes for each token of the tile
@@ -368,7 +374,7 @@ def phased_split(
             f"a token's rows are {sum(row_bytes)} bytes, a tile has {MAX_SHARED_BYTES - TILE_START} in shared memory"
         )
     return PhasedSplit(
-        num_threads=WARP_LANES * max(MIN_PHASED_WARPS, len(row_bytes)),
+        num_threads=WARP_LANES * (max(MIN_PHASED_WARPS, len(row_bytes)) + 1),
         tile_offsets=tuple(sum(row_bytes[:i]) for i in range(len(row_bytes))),
         token_bytes=sum(row_bytes),
         max_tile_tokens=min(MAX_TILE_TOKENS, power_of_two_below(fit)),
@@ -378,10 +384,10 @@ def phased_split(
 Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
-GENERAL_THREADS = 128
+GENERAL_THREADS = 160  # a warp serves no plane
 MAX_GENERAL_TILE_TOKENS = 8
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
-TILES_WANTED = {"cpu": 8, "gpu": 64, "nvlink": 64}  # before they grow
+TILES_WANTED = {"cpu": 8, "gpu": 128, "nvlink": 128}  # before they grow
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),

@@ -34,9 +34,9 @@ def test_limits_that_stand_on_both_sides_are_equal():
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 72}
+    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 80}
     monkeypatch.setattr(abi, "mirrored_abi", lambda: wrong)
-    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 64 compiled, 72 in Python"):
+    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 72 compiled, 80 in Python"):
         native.Library(native.library_path("host"))
 
 

@@ -281,7 +281,10 @@ void Seat::send(bool and_wait) {
   params.num_rows = script.num_rows(rank, round);
   params.top_k = plan.top_k;
   params.num_experts = plan.num_experts;
-  plan.choose(params, h % 8 == 0, h / 64, 32 << h / 32 % 2);
+  params.ids_plane = plan.ids_plane;
+  params.experts_per_rank = plan.num_experts / plan.num_ranks;
+  params.num_longer_ranks = plan.num_experts % plan.num_ranks;
+  plan.choose(params, h % 8 == 0, h / 64, 64 << h / 32 % 2);
   params.num_ctas = 1 + h / 8 % 3;
   params.channel = channel;
   for (uint32_t p = 0; p < plan.planes.size(); ++p) {

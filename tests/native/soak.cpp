@@ -162,7 +162,10 @@ void Rank::dispatch() {
   params.num_rows = script_.num_rows(rank_, round_);
   params.top_k = plan_.top_k;
   params.num_experts = plan_.num_experts;
-  plan_.choose(params, h % 2, h / 64, plan_.general_threads >> h / 16 % 3);
+  params.ids_plane = plan_.ids_plane;
+  params.experts_per_rank = plan_.num_experts / plan_.num_ranks;
+  params.num_longer_ranks = plan_.num_experts % plan_.num_ranks;
+  plan_.choose(params, h % 2, h / 64, 64 << h / 16 % 2);
   params.num_ctas = 1 + h / 2 % 5;
   params.channel = channel_;
   send_rows(params);
