@@ -85,6 +85,10 @@ constexpr Entry kEntries[] = {
     {FIELD(DispatchParams, shared_bytes)},
     {FIELD(DispatchParams, waits)},
     {FIELD(DispatchParams, ids_plane)},
+    {FIELD(DispatchParams, whole_planes)},
+    {FIELD(DispatchParams, narrow_planes)},
+    {FIELD(DispatchParams, is_large)},
+    {FIELD(DispatchParams, reserved)},
     {FIELD(DispatchParams, topk_ids)},
     {FIELD(DispatchParams, num_tokens)},
     {FIELD(DispatchParams, channel)},
@@ -245,7 +249,12 @@ int ep_a2a_load() {
 #if defined(__CUDACC__)
   for (const KernelNode* node = KernelNode::first; node; node = node->next) {
     cudaFuncAttributes attributes;
-    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, node->kernel)) return static_cast<int>(error);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, node->kernel);
+    const int dynamic_bytes = kMaxSharedBytes - static_cast<int>(attributes.sharedSizeBytes);
+    if (!error) {
+      error = cudaFuncSetAttribute(node->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes);
+    }
+    if (error) return static_cast<int>(error);
   }
 #endif
   return 0;

@@ -1,7 +1,7 @@
 // dispatch.cu: every token's row to each distinct rank that owns one of its experts.
 //
 //   send   each CTA walks over tiles of tokens: it turns their ids into destination masks, and stores their rows and
-//          bitmap words; the last CTA opens the round, raises a flag at every peer, and waits for those of all peers
+//          bitmap; the last CTA opens the round, raises a flag at every peer, and waits for those of all peers
 //          (or a kernel of its own does, in combine.cu)
 //
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
@@ -10,7 +10,7 @@
 //   general  every thread serves every plane, vector by vector through its registers; any row
 //   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each
 //
-// The last warp of a CTA serves no plane: it fetches tiles and sends bitmap words. Both schedules send all that goes to
+// The last warp of a CTA serves no plane: it fetches tiles and sends the bitmap. Both schedules send all that goes to
 // one rank before the next: memory takes long runs faster than short ones in turn.
 //
 // For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
@@ -23,13 +23,12 @@
 namespace {
 
 constexpr uint32_t kMaskWords = kMaxRanks / 32;
-constexpr uint32_t kLargeTile = 16;   // tiles of rounds that are larger than the L2 cache
-constexpr uint32_t kWordTokens = 32;  // of a bitmap word; a tile has as many at most, and never parts of two words
+constexpr uint32_t kMaxTileTokens = 16;
 
-struct Shared {                             // of a CTA; the rows of a tile follow
-  uint32_t masks[kMaskWords][kWordTokens];  // bit r of a token's words: it goes to rank r
-  uint64_t loaded;                          // barrier of the bulk copies into the tile
-  uint64_t peers[kMaxRanks];                // as in the channel
+struct Shared {                                // of a CTA; the rows of a tile follow
+  uint32_t masks[kMaskWords][kMaxTileTokens];  // bit r of a token's words: it goes to rank r
+  uint64_t loaded;                             // barrier of the bulk copies into the tile
+  uint64_t peers[kMaxRanks];                   // as in the channel
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
@@ -116,26 +115,22 @@ __device__ __forceinline__ void make_masks(const DispatchParams& p, const Tile& 
   }
 }
 
-// The bitmap word that begins with a tile, at every peer, straight from the ids. One warp: a token a lane.
-__device__ __forceinline__ void send_bitmap_word_warp(const DispatchParams& p, uint32_t first, uint32_t num_tokens,
-                                                      const Shared& shared) {
-  const Channel& c = p.channel;
-  const uint32_t lane = threadIdx.x % kLanes, token = first + lane;
-  const int32_t* ids = p.topk_ids + static_cast<uint64_t>(token) * p.top_k;
-  const uint64_t word = static_cast<uint64_t>(c.rank) * c.bitmap_words + first / kWordTokens;
+// Which tokens of a tile go to `rank`, in all lanes. One warp.
+__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, const Tile& tile, uint32_t rank) {
+  const uint32_t lane = threadIdx.x % kLanes;
+  return __ballot_sync(kAllLanes, lane < tile.count && shared.masks[rank / 32][lane] >> rank % 32 & 1);
+}
+
+// The bytes of the bitmap that are a tile's, at every peer; behind the last token those that end its word. One warp.
+__device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& tile, uint32_t num_tokens,
+                                                 const Shared& shared) {
+  const uint32_t lane = threadIdx.x % kLanes, end = tile.first + tile.count;
+  const uint32_t num_bytes = (end == num_tokens ? (end + 31) / 32 * 32 - tile.first : tile.count) / 8;
+  const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + tile.first / 8 + lane;
 #pragma unroll 1
-  for (uint32_t first_rank = 0; first_rank < c.num_ranks; first_rank += 32) {
-    uint32_t mask = 0;
-#pragma unroll 1
-    for (uint32_t k = 0; k < p.top_k; ++k) {
-      const uint32_t rank = token < num_tokens ? rank_of(p, ids[k]) : ~0u;
-      mask |= (rank / 32 == first_rank / 32) << rank % 32;
-    }
-#pragma unroll 1
-    for (uint32_t rank = first_rank; rank < first_rank + 32 && rank < c.num_ranks; ++rank) {
-      const uint32_t tokens = __ballot_sync(kAllLanes, mask >> rank % 32 & 1);
-      if (lane == rank % 32) st_word(reinterpret_cast<uint32_t*>(shared.peers[rank] + c.bitmap_offset) + word, tokens);
-    }
+  for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
+    const uint32_t tokens = tokens_to_warp(shared, tile, rank);
+    if (lane < num_bytes) st_byte(reinterpret_cast<uint8_t*>(shared.peers[rank] + at), tokens >> 8 * lane & 0xff);
   }
 }
 
@@ -174,34 +169,25 @@ __device__ __forceinline__ void send_plane_general(const DispatchParams& p, cons
 
 // ---- phased ------------------------------------------------------------------------------------------------------
 
-// How the rows of a plane come into a tile: with the masks (ids and weights), by one bulk copy where source and
-// destination have the same bytes, or vector by vector.
-__device__ __forceinline__ bool comes_with_masks(const DispatchParams& p, uint32_t plane) {
-  return plane == p.ids_plane || plane == p.ids_plane + 1;
-}
-__device__ __forceinline__ bool comes_whole(const DispatchParams& p, uint32_t plane) {
-  const RowSource& source = p.sources[plane];
-  return !comes_with_masks(p, plane) && source.num_bytes == p.planes[plane].row_bytes &&
-         source.align_bytes == kVectorBytes;
+// Calls f(plane) for every bit of a mask of planes.
+template <class F>
+__device__ __forceinline__ void each_plane(uint32_t planes, F f) {
+#pragma unroll 1
+  for (; planes; planes &= planes - 1) f(__ffs(planes) - 1);
 }
 
-// Starts the bulk copies into the tile. One thread.
+// Starts the bulk copies into the tile, of the planes that come whole. One thread.
 __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& tile, Shared& shared) {
   uint32_t num_bytes = 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < p.num_planes; ++i) {
-    if (comes_whole(p, i)) num_bytes += tile.count * p.planes[i].row_bytes;
-  }
+  each_plane(p.whole_planes, [&](uint32_t i) { num_bytes += tile.count * p.planes[i].row_bytes; });
   barrier_expect_bytes(&shared.loaded, num_bytes);
-  const uint64_t policy = p.tile_tokens < kLargeTile ? evict_normal() : evict_first();
-#pragma unroll 1
-  for (uint32_t i = 0; i < p.num_planes; ++i) {
+  const uint64_t policy = p.is_large ? evict_first() : evict_normal();
+  each_plane(p.whole_planes, [&](uint32_t i) {
     const Plane& plane = p.planes[i];
-    if (!comes_whole(p, i)) continue;
     const char* rows =
         static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
     bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
-  }
+  });
 }
 
 // The rows of a plane that come vector by vector. All serving warps.
@@ -214,12 +200,6 @@ __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile tile, uin
   }
 }
 
-// Which tokens of a tile go to `rank`, in all lanes. One warp.
-__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, const Tile& tile, uint32_t rank) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  return __ballot_sync(kAllLanes, lane < tile.count && shared.masks[rank / 32][lane] >> rank % 32 & 1);
-}
-
 // The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp: a
 // run is sent by the lane with the number of its first token.
 __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
@@ -230,13 +210,13 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
   char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first + lane);
   const uint64_t policy = evict_first();
   uint32_t rank = c.rank;
-#pragma unroll 1
-  for (uint32_t i = 0; i < c.num_ranks; ++i, ++rank) {
-    if (rank == c.num_ranks) rank = 0;
-    const uint32_t tokens = tokens_to_warp(shared, tile, rank), behind = ~(tokens >> lane);
+#pragma unroll 2
+  for (uint32_t i = 0; i < c.num_ranks; ++i) {
+    const uint32_t tokens = tokens_to_warp(shared, tile, rank);
     const bool begins_run = (tokens & ~(tokens << 1)) >> lane & 1;
-    const uint32_t length = behind ? __ffs(behind) - 1 : kLanes;
+    const uint32_t length = __ffs(~(tokens >> lane)) - 1;
     if (begins_run) bulk_store(to + shared.peers[rank], from, length * plane.row_bytes, policy);
+    rank = rank + 1 < c.num_ranks ? rank + 1 : 0;
   }
 }
 
@@ -258,10 +238,7 @@ __device__ __forceinline__ void send_tile_warp(const DispatchParams& p, const St
   const uint32_t warp = threadIdx.x / kLanes, warps = num_serving_warps();
   make_masks<kPhased>(p, tile, shared);
   if constexpr (kPhased) {
-#pragma unroll 1
-    for (uint32_t i = 0; i < p.num_planes; ++i) {
-      if (!comes_with_masks(p, i) && !comes_whole(p, i)) stage_plane(p, tile, i);
-    }
+    each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
     fence_proxy_async();  // bulk copies read what threads have written
   }
   __syncthreads();
@@ -301,7 +278,7 @@ __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const St
     } else {
       if (loads) load_tile(p, tile, shared);
       __syncthreads();
-      if (first % kWordTokens == 0 && state.may_send()) send_bitmap_word_warp(p, first, num_tokens, shared);
+      if (state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
     }
     parity ^= 1;
   }

@@ -130,6 +130,7 @@ template <class Word>
 __device__ __forceinline__ void st_word(Word* p, Word v) {
   *p = v;
 }
+__device__ __forceinline__ void st_byte(uint8_t* p, uint8_t v) { *p = v; }
 __device__ __forceinline__ uint64_t time_ns() {
   uint64_t v;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
@@ -212,6 +213,10 @@ Word ld_word(const Word* p) {
 }
 template <class Word>
 void st_word(Word* p, Word v) {
+  simt::point(simt::Point::kRowStore);
+  *p = v;
+}
+inline void st_byte(uint8_t* p, uint8_t v) {
   simt::point(simt::Point::kRowStore);
   *p = v;
 }

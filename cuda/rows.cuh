@@ -21,8 +21,8 @@ __device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, ui
 }
 
 // A vector that is no whole aligned one at its source. Out of line: kernels are read from memory too.
-__device__ __noinline__ Vector ld_row_source_narrow(const RowSource& s, const char* row, uint32_t token,
-                                                    uint32_t byte) {
+static __device__ __noinline__ Vector ld_row_source_narrow(const RowSource& s, const char* row, uint32_t token,
+                                                           uint32_t byte) {
   Vector v;
   const bool has_words = s.align_bytes >= 4 && byte + kVectorBytes <= s.num_bytes;
 #pragma unroll

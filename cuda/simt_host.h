@@ -22,7 +22,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __noinline__ inline __attribute__((noinline))
+#define __noinline__ __attribute__((noinline, unused))
 #define __restrict__ __restrict
 #define __grid_constant__
 #define __launch_bounds__(...)

@@ -117,7 +117,7 @@ __device__ __forceinline__ uint64_t abort_word(const Why& why) {
 // Ends the channel: sticky word, status record, and an abort word at every peer. One warp. Two kernels of a rank can be
 // here at once, as `leave` has a stream of its own: both words say that the channel has ended, the counter lets one of
 // them write the record, and a waiting warp learns of the other by its abort word, with acquire.
-__device__ __noinline__ void fail_warp(const Channel& c, const Why& why) {
+static __device__ __noinline__ void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
   __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive
   if (threadIdx.x % kLanes == 0) {
@@ -138,13 +138,13 @@ __device__ __noinline__ void fail_warp(const Channel& c, const Why& why) {
   publish_warp(c, c.abort_words_offset, word);
 }
 
-__device__ __noinline__ void fail_misuse_warp(const Channel& c, Phase phase, uint64_t epoch) {
+static __device__ __noinline__ void fail_misuse_warp(const Channel& c, Phase phase, uint64_t epoch) {
   fail_warp(c, Why{kChannelMisuse, phase, phase, c.rank, c.rank, epoch, epoch, 0});
 }
 
 // Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
 // thread.
-__device__ __noinline__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
+static __device__ __noinline__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
   InputRecord& record = c.inputs[kind];
   if (ld_acquire_sys(&record.present)) return;
   record = found;
@@ -217,8 +217,8 @@ __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, uint64_t flag
 // It tells whom it misses, looks on for a while, and ends with the smallest word of all. So a rank that waits in an
 // earlier phase, and knows the true culprit, is heard by those behind it that miss only that rank. It tells so too if
 // it is told of a later phase; of its own phase, whoever told first is believed. One warp; out of line, as it is rare.
-__device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
-                                          bool told, uint64_t timeout_ns, uint64_t waited_ns) {
+static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+                                                 bool told, uint64_t timeout_ns, uint64_t waited_ns) {
   const Why own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
   if (!told && own.failure == kHealthy) return true;
   const uint64_t first = smallest_abort_warp(c);

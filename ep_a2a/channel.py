@@ -220,14 +220,20 @@ class Channel:
         params.num_rows = inputs.num_rows
         params.topk_ids = inputs.ids
         params.num_tokens = inputs.num_tokens
-        for address, (source, num_bytes) in zip(inputs.sources, self._sources):
+        whole = narrow = 0
+        for i, (address, (source, num_bytes)) in enumerate(zip(inputs.sources, self._sources)):
             source.rows = address
             source.align_bytes = _layout.alignment(address | num_bytes)
+            if not 0 <= i - params.ids_plane <= 1:
+                fits = source.align_bytes == _layout.VECTOR_BYTES and num_bytes == params.planes[i].row_bytes
+                whole, narrow = whole | fits << i, narrow | (not fits) << i
+        params.whole_planes, params.narrow_planes = whole, narrow
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
         params.tile_tokens, params.shared_bytes, params.num_ctas = _layout.tiling(
             self._kind, self._split, inputs.num_rows, self._a2a.config.num_sms
         )
+        params.is_large = inputs.num_rows * self._a2a.layout.row_bytes() >= _layout.LARGE_ROUND_BYTES
         stream = self._stream()
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)

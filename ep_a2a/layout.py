@@ -46,11 +46,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def power_of_two_below(value: int) -> int:
-    """The largest power of two that is not above `value`; 1 at least."""
-    return 1 << max(value, 1).bit_length() - 1
-
-
 def alignment(bits: int) -> int:
     """The largest power of two up to 16 that divides a number."""
     return (bits | VECTOR_BYTES) & -(bits | VECTOR_BYTES)
@@ -327,8 +322,10 @@ def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 TILE_START = 1664  # of a tile's rows in shared memory: kTileStart in abi.h
-MAX_TILE_TOKENS = 16  # a larger one has shorter turns on an SM, but fewer
-MAX_SHARED_BYTES = 48 * 1024  # of a CTA: several fit an SM, so that one loads while another stores
+TILE_TOKENS = (8, 16)  # whole bytes of a bitmap word; the second where it leaves room for four CTAs on an SM
+MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes in abi.h
+MAX_LARGE_TILE_BYTES = 55 * 1024
+LARGE_ROUND_BYTES = 2 * 1024 * 1024  # of a rank's rows: at every rank they are more than a cache holds
 MIN_PHASED_WARPS = 4  # that read ids together
 
 
@@ -339,7 +336,6 @@ class PhasedSplit:
     num_threads: int
     tile_offsets: tuple[int, ...]  # where a plane's rows begin in a tile, in bytes for each token of the tile
     token_bytes: int  # of a tile
-    max_tile_tokens: int  # a power of two
 
 
 @dataclass(frozen=True)
@@ -368,16 +364,13 @@ def phased_split(
     row_bytes = [plane.row_bytes for plane in planes(payload, hidden, top_k, extra_planes)]
     if len(row_bytes) > MAX_PLANES:
         return NoSplit(f"{len(row_bytes)} planes, at most {MAX_PLANES} are served")
-    fit = (MAX_SHARED_BYTES - TILE_START) // sum(row_bytes)
-    if not fit:
-        return NoSplit(
-            f"a token's rows are {sum(row_bytes)} bytes, a tile has {MAX_SHARED_BYTES - TILE_START} in shared memory"
-        )
+    most = (MAX_SHARED_BYTES - TILE_START) // TILE_TOKENS[0]
+    if sum(row_bytes) > most:
+        return NoSplit(f"a token's rows are {sum(row_bytes)} bytes, more than the {most} of a tile in shared memory")
     return PhasedSplit(
         num_threads=WARP_LANES * (max(MIN_PHASED_WARPS, len(row_bytes)) + 1),
         tile_offsets=tuple(sum(row_bytes[:i]) for i in range(len(row_bytes))),
         token_bytes=sum(row_bytes),
-        max_tile_tokens=min(MAX_TILE_TOKENS, power_of_two_below(fit)),
     )
 
 
@@ -385,9 +378,8 @@ Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
 GENERAL_THREADS = 160  # a warp serves no plane
-MAX_GENERAL_TILE_TOKENS = 8
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
-TILES_WANTED = {"cpu": 8, "gpu": 128, "nvlink": 128}  # before they grow
+TILES_WANTED = 128  # before they grow
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),
@@ -411,10 +403,12 @@ class Tiling(NamedTuple):
 @lru_cache(maxsize=1 << 14)
 def tiling(kind: Kind, split: PhasedSplit | None, num_tokens: int, num_sms: int | None) -> Tiling:
     """The tiles of a dispatch of `num_tokens` by the phased schedule of `split`, or by the general one."""
-    most = split.max_tile_tokens if split else MAX_GENERAL_TILE_TOKENS
-    tile_tokens = min(most, power_of_two_below(num_tokens // TILES_WANTED[kind]))
-    tile_bytes = tile_tokens * split.token_bytes if split else 0
-    return Tiling(tile_tokens, TILE_START + tile_bytes, num_ctas(kind, -(-num_tokens // tile_tokens), num_sms))
+    small, large = TILE_TOKENS
+    token_bytes = split.token_bytes if split else 0
+    may_grow = num_tokens >= large * TILES_WANTED and split and large * token_bytes <= MAX_LARGE_TILE_BYTES - TILE_START
+    tile_tokens = large if may_grow else small
+    ctas = num_ctas(kind, -(-num_tokens // tile_tokens), num_sms)
+    return Tiling(tile_tokens, TILE_START + tile_tokens * token_bytes, ctas)
 
 
 def copy_threads(row_bytes: int) -> int:

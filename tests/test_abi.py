@@ -28,15 +28,16 @@ def test_limits_that_stand_on_both_sides_are_equal():
         ("kMaxPlanes", layout.MAX_PLANES),
         ("kVectorBytes", layout.VECTOR_BYTES),
         ("kTileStart", layout.TILE_START),
+        ("kMaxSharedBytes", layout.MAX_SHARED_BYTES),
         ("kExpertTileRows", layout.EXPERT_TILE_ROWS),
     ):
         assert f"constexpr int {name} = {value};" in header
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 80}
+    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 96}
     monkeypatch.setattr(abi, "mirrored_abi", lambda: wrong)
-    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 72 compiled, 80 in Python"):
+    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 88 compiled, 96 in Python"):
         native.Library(native.library_path("host"))
 
 

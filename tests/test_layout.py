@@ -13,9 +13,7 @@ import ep_a2a
 from ep_a2a import BF16, FP8, FP16, FP32, MXFP4, MXFP8, NVFP4, Config, ConfigMismatch, phased_split
 from ep_a2a.layout import (
     COMBINE_FORMATS,
-    MAX_SHARED_BYTES,
     PAYLOAD_FORMATS,
-    TILE_START,
     NoSplit,
     PhasedSplit,
     first_expert,
@@ -160,24 +158,39 @@ def test_bytes_refuses_other_numbers_of_ranks(ranks, error):
 # ---- the phased split --------------------------------------------------------------------------------------------
 
 SPLITS = [  # warps 0 to 3: activations, scales, ids and the global scale, weights; rows of 1024, 128, 96 and 96 bytes
-    ((NVFP4, 2048, 22, 8, ()), PhasedSplit(160, (0, 1024, 1152, 1248), 1344, 16)),
-    ((NVFP4, 512, 4, 4, ()), PhasedSplit(160, (0, 256, 288, 320), 352, 16)),
-    ((NVFP4, 7168, 8, 128, ()), PhasedSplit(160, (0, 3584, 4032, 4096), 4128, 8)),  # 11 tokens would fit
-    ((BF16, 7168, 8, 8, ()), PhasedSplit(160, (0, 14336, 14368), 14400, 2)),
-    ((BF16, 64, 2, 2, (1, 640, 36)), PhasedSplit(224, (0, 128, 160, 192, 224, 864), 928, 16)),
-    ((BF16, 16384, 1, 1, ()), PhasedSplit(160, (0, 32768, 32800), 32832, 1)),
+    ((NVFP4, 2048, 22, 8, ()), PhasedSplit(160, (0, 1024, 1152, 1248), 1344)),
+    ((NVFP4, 512, 4, 4, ()), PhasedSplit(160, (0, 256, 288, 320), 352)),
+    ((NVFP4, 7168, 8, 128, ()), PhasedSplit(160, (0, 3584, 4032, 4096), 4128)),
+    ((BF16, 7168, 8, 8, ()), PhasedSplit(160, (0, 14336, 14368), 14400)),
+    ((BF16, 64, 2, 2, (1, 640, 36)), PhasedSplit(224, (0, 128, 160, 192, 224, 864), 928)),
+    ((BF16, 12656, 1, 1, ()), PhasedSplit(160, (0, 25312, 25344), 25376)),
 ]
-REFUSED = [
-    ((BF16, 24576, 1, 1, ()), "49216 bytes.*47488"),
-    ((NVFP4, 2**17, 8, 8, ()), "73824 bytes.*47488"),
+REFUSED = [  # 8 tokens have 204,800 - 1,664 bytes
+    ((BF16, 16384, 1, 1, ()), "32832 bytes.*25392"),
+    ((NVFP4, 2**17, 8, 8, ()), "73824 bytes.*25392"),
     ((NVFP4, 2000 + 8, 8, 8, ()), r"hidden=2008.*16"),
     ((NVFP4, 0, 8, 8, ()), "hidden=0"),
     ((NVFP4, 2048, 33, 8, ()), "top_k=33.*32"),
     ((NVFP4, 2048, 0, 8, ()), "top_k=0"),
     ((NVFP4, 2048, 8, 129, ()), "num_ranks=129.*128"),
-    ((NVFP4, 2048, 8, 8, (50000,)), "51264 bytes.*47488"),
-    ((BF16, 4096, 8, 8, (32,) * 6), "9 planes.*8"),
+    ((NVFP4, 2048, 8, 8, (30000,)), "31264 bytes.*25392"),
+    ((BF16, 512, 8, 8, (32,) * 6), "9 planes.*8"),
 ]
+TILINGS = [  # of 1,344 bytes a token; of 4,128; general
+    (NVFP4, 2048, 22, [(0, 8, 1), (1, 8, 1), (8, 8, 1), (9, 8, 2), (2047, 8, 256), (2048, 16, 128), (65536, 16, 1056)]),
+    (NVFP4, 7168, 8, [(0, 8, 1), (2048, 8, 256), (8192, 8, 1024), (16384, 8, 1056)]),
+    (BF16, 16384, 8, [(0, 8, 1), (17, 8, 3), (2048, 8, 256)]),
+]
+
+
+@pytest.mark.parametrize(("payload", "hidden", "top_k", "wanted"), TILINGS)
+def test_tiling(payload, hidden, top_k, wanted):
+    split = phased_split(payload, hidden, top_k, 8)
+    split = split if isinstance(split, PhasedSplit) else None
+    for num_tokens, tile_tokens, num_ctas in wanted:
+        shared_bytes = 1664 + (tile_tokens * split.token_bytes if split else 0)
+        assert tiling("gpu", split, num_tokens, None) == (tile_tokens, shared_bytes, num_ctas)
+        assert tiling("gpu", split, num_tokens, 2).num_ctas == min(num_ctas, 2)
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), SPLITS)
@@ -205,18 +218,12 @@ def test_the_rows_of_a_tile_lie_behind_one_another(payload, blocks, top_k, extra
     shape = config(payload=payload, hidden=128 * blocks, top_k=top_k, extra_planes=tuple(extra))
     planes = layout(shape, 8).planes
     if isinstance(found, NoSplit):
-        assert sum(plane.row_bytes for plane in planes) > MAX_SHARED_BYTES - TILE_START
+        assert sum(plane.row_bytes for plane in planes) > 25392
         return
     ends = [start + plane.row_bytes for start, plane in zip(found.tile_offsets, planes, strict=True)]
     assert [0, *ends] == [*found.tile_offsets, found.token_bytes]
     assert len(planes) < found.num_threads // 32 and found.num_threads <= 1024
-    assert found.max_tile_tokens in (1, 2, 4, 8, 16)
-    for num_tokens in (0, 1, 33, 5000):
-        for split in (found, None):
-            tiles = tiling("gpu", split, num_tokens, None)
-            assert tiles.tile_tokens in (1, 2, 4, 8, 16) and TILE_START <= tiles.shared_bytes <= MAX_SHARED_BYTES
-            assert tiles.num_ctas == max(1, min(-(-num_tokens // tiles.tile_tokens), 1056))
-            assert tiling("gpu", split, num_tokens, 3).num_ctas <= 3
+    assert all(tiling("gpu", found, n, None).shared_bytes <= 204800 for n in (0, 1, 33, 5000))
 
 
 # ---- configurations ----------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
         ("threads", split.num_threads, copy_threads),
-        ("tile", _layout.TILE_START, split.token_bytes, split.max_tile_tokens),
+        ("tile", _layout.TILE_START, split.token_bytes),
         ("ids_plane", [plane.name for plane in lay.planes].index("ids")),
     ]
     starts = [_layout.first_expert(rank, config.num_experts, num_ranks) for rank in range(num_ranks + 1)]

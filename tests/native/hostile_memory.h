@@ -201,6 +201,11 @@ T modify(T* p, F f, bool acquire, bool release) {
 
 }  // namespace hostile
 
+inline void st_byte(uint8_t* p, uint8_t v) {  // of a location that is read as a word
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p), shift = address % 4 * 8;
+  const auto with_byte = [v, shift](uint32_t old) { return (old & ~(0xffu << shift)) | uint32_t{v} << shift; };
+  hostile::modify(reinterpret_cast<uint32_t*>(address - address % 4), with_byte, false, false);
+}
 inline uint64_t ld_relaxed_sys(const uint64_t* p) { return hostile::load(p, false); }
 inline uint64_t ld_acquire_sys(const uint64_t* p) { return hostile::load(p, true); }
 inline uint32_t ld_acquire_sys(const uint32_t* p) { return hostile::load(p, true); }

@@ -298,6 +298,9 @@ void Seat::send(bool and_wait) {
       if (plane.tail_bytes) std::memcpy(&tails[t], row.data() + plane.source_bytes, 4);
     }
     params.sources[p] = {rows, plane.tail_bytes ? tails.data() : nullptr, plane.source_bytes, 4, 1, 0};
+    const bool has_ids = p == plan.ids_plane || p == plan.ids_plane + 1;
+    const bool is_whole = params.sources[p].align_bytes == kVectorBytes && plane.source_bytes == plane.row_bytes;
+    if (!has_ids) (is_whole ? params.whole_planes : params.narrow_planes) |= 1u << p;
     if (p == plan.ids_plane) params.topk_ids = reinterpret_cast<const int32_t*>(rows);
   }
   count = script.wanted_tokens(rank, round);

@@ -150,6 +150,9 @@ void Rank::send_rows(DispatchParams& params) {
     const uint64_t odd = reinterpret_cast<uint64_t>(rows) | plane.source_bytes | 16;
     params.sources[p] = {
         rows, plane.tail_bytes ? tails_.data() : nullptr, plane.source_bytes, static_cast<uint32_t>(odd & -odd), 1, 0};
+    const bool has_ids = p == plan_.ids_plane || p == plan_.ids_plane + 1;
+    const bool is_whole = params.sources[p].align_bytes == kVectorBytes && plane.source_bytes == plane.row_bytes;
+    if (!has_ids) (is_whole ? params.whole_planes : params.narrow_planes) |= 1u << p;
     if (p == plan_.ids_plane) params.topk_ids = reinterpret_cast<const int32_t*>(rows);
   }
 }

@@ -22,7 +22,7 @@ struct Plan {
   uint32_t num_ranks = 0, num_experts = 0, top_k = 0, hidden = 0, max_tokens = 0, number = 0;
   uint32_t bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, copy_threads = 0;
   uint32_t phased_threads = 0;  // 0 = there is no phased schedule
-  uint32_t tile_start = 0, token_bytes = 0, max_tile_tokens = 0;
+  uint32_t tile_start = 0, token_bytes = 0;
   uint32_t ids_plane = 0;
   uint64_t dispatch_flags = 0, end_flags = 0, abort_words = 0, bitmap = 0, outbox = 0, channel_bytes = 0;
   uint64_t source_counts = 0, masks = 0, state_bytes = 0;
@@ -34,8 +34,7 @@ struct Plan {
   void choose(DispatchParams& p, bool phased, uint32_t tile_draw, uint32_t general_threads) const {
     p.phased = phased_threads && phased;
     p.num_threads = p.phased ? phased_threads : general_threads;
-    p.tile_tokens = 1u << tile_draw % 5;
-    if (p.phased && p.tile_tokens > max_tile_tokens) p.tile_tokens = max_tile_tokens;
+    p.tile_tokens = tile_draw % 2 ? 16 : 8;
     p.shared_bytes = tile_start + (p.phased ? p.tile_tokens * token_bytes : 0);
   }
   uint32_t number_bytes() const { return number == kFp32 ? 4 : 2; }
@@ -53,7 +52,7 @@ inline Plan::Plan(const char* path) {
     if (name == "channel") give(bitmap, outbox, channel_bytes);
     if (name == "state") give(source_counts, masks, state_bytes);
     if (name == "threads") give(phased_threads, copy_threads);
-    if (name == "tile") give(tile_start, token_bytes, max_tile_tokens);
+    if (name == "tile") give(tile_start, token_bytes);
     if (name == "ids_plane") give(ids_plane);
     if (name == "first_expert") give(first_expert.emplace_back());
     if (name == "plane") {
