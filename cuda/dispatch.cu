@@ -136,32 +136,40 @@ __device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& t
 
 // ---- general -----------------------------------------------------------------------------------------------------
 
-// Vector `item` of a plane's rows in this tile, which are contiguous at a destination.
-__device__ __forceinline__ void send_plane_general(const DispatchParams& p, const Tile& tile, const Shared& shared,
-                                                   const Plane& plane, const RowSource& source) {
-  constexpr uint32_t kBatch = 4;
+// The rows of a tile, the vectors of all planes in one sequence: a thread moves some of all planes. Those of a plane
+// are contiguous at a destination.
+__device__ __forceinline__ void send_tile_general(const DispatchParams& p, const Tile& tile, const Shared& shared) {
+  constexpr uint32_t kBatch = 4;  // loads that are under way together
   const Channel& c = p.channel;
-  const uint32_t num_vectors = plane.row_bytes / kVectorBytes, num_items = tile.count * num_vectors;
   const uint32_t num_threads = num_serving_warps() * kLanes;
   const uint64_t policy = evict_first();
+  bool is_inside = true;
 #pragma unroll 1
-  for (uint32_t item = threadIdx.x; item < num_items; item += num_threads * kBatch) {
+  for (uint32_t item = threadIdx.x; is_inside; item += num_threads * kBatch) {
     Vector vectors[kBatch];
     uint32_t tokens[kBatch];
+    char* to[kBatch];
 #pragma unroll
     for (uint32_t b = 0; b < kBatch; ++b) {
-      const uint32_t i = item + b * num_threads;
-      tokens[b] = i / num_vectors;
-      if (i < num_items) vectors[b] = ld_row_source(source, tile.first + tokens[b], i - tokens[b] * num_vectors);
+      uint32_t plane = 0, i = item + b * num_threads, num_vectors = p.planes[0].row_bytes / kVectorBytes;
+#pragma unroll 1
+      while (i >= tile.count * num_vectors) {
+        i -= tile.count * num_vectors;
+        if (++plane == p.num_planes) break;
+        num_vectors = p.planes[plane].row_bytes / kVectorBytes;
+      }
+      is_inside = plane < p.num_planes;
+      tokens[b] = is_inside ? i / num_vectors : kMaxTileTokens;
+      if (!is_inside) continue;
+      vectors[b] = ld_row_source(p.sources[plane], tile.first + tokens[b], i - tokens[b] * num_vectors);
+      to[b] = row_in(c, 0, p.planes[plane].offset, p.planes[plane].row_bytes, c.rank, tile.first) + i * kVectorBytes;
     }
 #pragma unroll 1
     for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
-      char* rows = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
 #pragma unroll
       for (uint32_t b = 0; b < kBatch; ++b) {
-        const uint32_t i = item + b * num_threads;
-        if (i >= num_items || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
-        st_vector(rows + static_cast<uint64_t>(i) * kVectorBytes, vectors[b], policy);
+        if (tokens[b] == kMaxTileTokens || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
+        st_vector(to[b] + shared.peers[rank], vectors[b], policy);
       }
     }
   }
@@ -250,8 +258,7 @@ __device__ __forceinline__ void send_tile_warp(const DispatchParams& p, const St
     bulk_commit();
   } else {
     if (!state.may_send()) return;
-#pragma unroll 1
-    for (uint32_t i = 0; i < p.num_planes; ++i) send_plane_general(p, tile, shared, p.planes[i], p.sources[i]);
+    send_tile_general(p, tile, shared);
   }
 }
 

@@ -48,6 +48,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr unsigned kLanes = 32;
 constexpr uint64_t kNoBadRouting = ~uint64_t{0};
 constexpr uint64_t kGraceNs = 500'000'000;
+constexpr unsigned kPollsPerTime = 8;
 
 __device__ __forceinline__ uint64_t epoch_of(uint64_t word) { return word >> 24; }
 __device__ __forceinline__ uint64_t* flag_at(const Channel& c, uint32_t owner, uint64_t offset, uint32_t source) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ uint64_t abort_word(const Why& why) {
 // Ends the channel: sticky word, status record, and an abort word at every peer. One warp. Two kernels of a rank can be
 // here at once, as `leave` has a stream of its own: both words say that the channel has ended, the counter lets one of
 // them write the record, and a waiting warp learns of the other by its abort word, with acquire.
-static __device__ __noinline__ void fail_warp(const Channel& c, const Why& why) {
+__device__ __forceinline__ void fail_warp(const Channel& c, const Why& why) {
   const uint64_t word = abort_word(why);
   __syncwarp();  // a lane that has yet to read `sticky` must still find the channel alive
   if (threadIdx.x % kLanes == 0) {
@@ -144,7 +145,7 @@ static __device__ __noinline__ void fail_misuse_warp(const Channel& c, Phase pha
 
 // Tells the host of an input that could not be taken as it came; an earlier one that was not read yet stays. One
 // thread.
-static __device__ __noinline__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
+__device__ __forceinline__ void record_bad_input(const Channel& c, BadInput kind, const InputRecord& found) {
   InputRecord& record = c.inputs[kind];
   if (ld_acquire_sys(&record.present)) return;
   record = found;
@@ -240,11 +241,18 @@ static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, 
 // and that its peers gave up.
 __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset,
                                                     uint64_t epoch, uint64_t& seen) {
-  const uint64_t timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
-  const uint64_t start = time_ns();
+  uint64_t start = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
+    // A look at the clock takes longer than one at a flag, so there is none where nobody is late, and later only some.
     // The time is older than what is seen below: a rank that stood still past its deadline sees that it was given up.
-    const uint64_t waited_ns = __shfl_sync(kAllLanes, time_ns() - start, 0);
+    const bool sees_time = num_polls % kPollsPerTime == 1;
+    uint64_t waited_ns = 0, timeout_ns = 0;
+    if (sees_time) {
+      const uint64_t now = __shfl_sync(kAllLanes, time_ns(), 0);
+      if (num_polls == 1) start = now;
+      waited_ns = now - start;
+      timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
+    }
     bool here = true, told = false;
 #pragma unroll 1
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
@@ -260,7 +268,7 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
 #endif
     told = __any_sync(kAllLanes, told);
     if (!told && __all_sync(kAllLanes, here)) return true;
-    if ((told || waited_ns >= timeout_ns) &&
+    if (sees_time && (told || waited_ns >= timeout_ns) &&
         !give_up_warp(c, phase, flags_offset, epoch, told, timeout_ns, waited_ns)) {
       return false;
     }
