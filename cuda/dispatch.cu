@@ -7,11 +7,10 @@
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
 // one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
 //
-//   general  every thread serves every plane, vector by vector through its registers; any row
-//   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each
-//
-// The last warp of a CTA serves no plane: it fetches tiles and sends the bitmap. Both schedules send all that goes to
-// one rank before the next: memory takes long runs faster than short ones in turn.
+//   general  a warp takes a token and serves every plane, through its registers; any row. For few tokens
+//   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each, all
+//            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. The last
+//            warp serves no plane: it fetches tiles and sends the bitmap
 //
 // For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
 // memory. So what is rare is out of line, and loops that move no rows are not unrolled.
@@ -34,8 +33,8 @@ static_assert(sizeof(Shared) <= kTileStart);
 
 // The rank of an id; ~0 where it is not that of an expert. Experts are owned in contiguous runs; the first
 // `num_longer_ranks` ranks own one more (layout.first_expert).
-__device__ __noinline__ uint32_t rank_of(int32_t id, uint32_t num_experts, uint32_t experts_per_rank,
-                                         uint32_t num_longer_ranks) {
+static __device__ __noinline__ uint32_t rank_of(int32_t id, uint32_t num_experts, uint32_t experts_per_rank,
+                                                uint32_t num_longer_ranks) {
   if (id < 0 || id >= static_cast<int32_t>(num_experts)) return ~0u;
   const uint32_t expert = static_cast<uint32_t>(id), longer = num_longer_ranks * (experts_per_rank + 1);
   if (expert < longer) return expert / (experts_per_rank + 1);
@@ -50,69 +49,40 @@ struct Tile {
   uint32_t count;  // tokens
 };
 
-__device__ __forceinline__ uint32_t num_serving_warps() { return blockDim.x / kLanes - 1; }
+// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
+// since all that comes before is under way together.
+struct State {
+  uint64_t half_rounds;
+  bool alive;
+  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
+  __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
+};
 
-__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
-  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+// Calls f(plane) for every bit of a mask of planes.
+template <class F>
+__device__ __forceinline__ void each_plane(uint32_t planes, F f) {
+#pragma unroll 1
+  for (; planes; planes &= planes - 1) f(__ffs(planes) - 1);
 }
 
-// Word `index` of a token's row of ids, that of its first ones given: the ids, the row's scale if there is one, zeros.
-__device__ __forceinline__ uint32_t id_row_word(const DispatchParams& p, uint32_t token, uint32_t index, uint32_t id) {
-  const RowSource& source = p.sources[p.ids_plane];
-  if (index < p.top_k) return id;
-  const bool is_tail = index == p.top_k && source.tail;
-  return is_tail ? float_to_bits(source.tail[static_cast<uint64_t>(token) * source.tail_stride]) : 0;
-}
-
-// Destination masks of the tokens of a tile, into shared memory and the state; in the phased schedule also their rows
-// of ids and weights, as the ids are read here. All serving warps: a token a warp, an id a lane.
-template <bool kPhased>
-__device__ __forceinline__ void make_masks(const DispatchParams& p, const Tile& tile, Shared& shared) {
-  constexpr uint32_t kBatch = 2;  // tokens whose loads are under way together
+// The destination mask of a token, an id a lane, into shared memory and the state. One warp. Returns its first word.
+__device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, const Tile& tile, uint32_t token,
+                                                   int32_t id, Shared& shared) {
   const Channel& c = p.channel;
-  const uint32_t lane = threadIdx.x % kLanes, warps = num_serving_warps();
-  const uint32_t* weights = static_cast<const uint32_t*>(p.sources[p.ids_plane + 1].rows);
+  const uint32_t lane = threadIdx.x % kLanes, rank = rank_of(p, id);
+  uint32_t first = 0;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x / kLanes; i < tile.count; i += warps * kBatch) {
-    int32_t ids[kBatch];
-    uint32_t weight[kBatch], id_words[kBatch];
-#pragma unroll
-    for (uint32_t b = 0; b < kBatch; ++b) {
-      const uint32_t token = i + b * warps;
-      if (token >= tile.count) break;
-      const uint64_t at = static_cast<uint64_t>(tile.first + token) * p.top_k + lane;
-      ids[b] = lane < p.top_k ? p.topk_ids[at] : -1;
-      if constexpr (kPhased) {
-        weight[b] = lane < p.top_k ? weights[at] : 0;
-        id_words[b] = id_row_word(p, tile.first + token, lane, static_cast<uint32_t>(ids[b]));
-      }
-    }
-#pragma unroll
-    for (uint32_t b = 0; b < kBatch; ++b) {
-      const uint32_t token = i + b * warps;
-      if (token >= tile.count) break;
-      const uint32_t rank = rank_of(p, ids[b]);
-#pragma unroll 1
-      for (uint32_t w = 0; w < c.mask_words; ++w) {
-        const uint32_t bits = __reduce_or_sync(kAllLanes, rank / 32 == w ? 1u << rank % 32 : 0);
-        if (lane != 0) continue;
-        shared.masks[w][token] = bits;
-        st_word(token_mask(c, tile.first + token) + w, bits);
-      }
-      if (rank == ~0u && ids[b] != -1) {
-        red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
-      }
-      if constexpr (kPhased) {
-        const Plane &ids_plane = p.planes[p.ids_plane], &weights_plane = p.planes[p.ids_plane + 1];
-        const uint32_t num_id_words = ids_plane.row_bytes / 4, num_weight_words = weights_plane.row_bytes / 4;
-        uint32_t* id_row = reinterpret_cast<uint32_t*>(tile_rows(p, ids_plane)) + token * num_id_words;
-        if (lane < num_id_words) id_row[lane] = id_words[b];
-        if (lane + kLanes < num_id_words) id_row[lane + kLanes] = id_row_word(p, tile.first + token, lane + kLanes, 0);
-        uint32_t* weight_row = reinterpret_cast<uint32_t*>(tile_rows(p, weights_plane)) + token * num_weight_words;
-        if (lane < num_weight_words) weight_row[lane] = weight[b];
-      }
-    }
+  for (uint32_t w = 0; w < c.mask_words; ++w) {
+    const uint32_t bits = __reduce_or_sync(kAllLanes, rank / 32 == w ? 1u << rank % 32 : 0);
+    if (w == 0) first = bits;
+    if (lane != 0) continue;
+    shared.masks[w][token] = bits;
+    st_word(token_mask(c, tile.first + token) + w, bits);
   }
+  if (rank == ~0u && id != -1) {
+    red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
+  }
+  return first;
 }
 
 // Which tokens of a tile go to `rank`, in all lanes. One warp.
@@ -136,52 +106,140 @@ __device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& t
 
 // ---- general -----------------------------------------------------------------------------------------------------
 
-// The rows of a tile, the vectors of all planes in one sequence: a thread moves some of all planes. Those of a plane
-// are contiguous at a destination.
-__device__ __forceinline__ void send_tile_general(const DispatchParams& p, const Tile& tile, const Shared& shared) {
-  constexpr uint32_t kBatch = 4;  // loads that are under way together
+// The i-th unit of `unit_bytes` in a token's rows of some planes, one plane behind the other.
+struct Unit {
+  uint32_t plane;  // kMaxPlanes: there is none
+  uint32_t index;  // in the row
+};
+__device__ __forceinline__ Unit find_unit(const DispatchParams& p, uint32_t planes, uint32_t i, uint32_t unit_bytes) {
+#pragma unroll 1
+  for (; planes; planes &= planes - 1) {
+    const uint32_t plane = __ffs(planes) - 1, num_units = p.planes[plane].row_bytes / unit_bytes;
+    if (i < num_units) return {plane, i};
+    i -= num_units;
+  }
+  return {kMaxPlanes, 0};
+}
+
+// A token's rows to the ranks of its mask: whole ones in vectors, others in words. One warp.
+__device__ __forceinline__ void send_token_warp(const DispatchParams& p, const State& state, const Tile& tile,
+                                                uint32_t token, Shared& shared) {
+  constexpr uint32_t kVectors = 3, kWords = 2;  // of a lane, under way together: all of a row of 2,048 NVFP4 values
   const Channel& c = p.channel;
-  const uint32_t num_threads = num_serving_warps() * kLanes;
+  const uint32_t lane = threadIdx.x % kLanes, row = tile.first + token;
+  const int32_t id = lane < p.top_k ? p.topk_ids[static_cast<uint64_t>(row) * p.top_k + lane] : -1;
+  const uint64_t peer_of_lane = lane < c.num_ranks ? c.peers[lane] : 0;
+  const uint32_t narrow = p.narrow_planes | 3u << p.ids_plane;
   const uint64_t policy = evict_first();
-  bool is_inside = true;
+  uint32_t mask = 0;
+  bool is_first = true, is_left = true;
 #pragma unroll 1
-  for (uint32_t item = threadIdx.x; is_inside; item += num_threads * kBatch) {
-    Vector vectors[kBatch];
-    uint32_t tokens[kBatch];
-    char* to[kBatch];
+  for (uint32_t pass = 0; is_left; ++pass) {
+    Vector vectors[kVectors];
+    uint32_t words[kWords];
+    char *to_vectors[kVectors], *to_words[kWords];  // less the address of the peer
+    is_left = false;
 #pragma unroll
-    for (uint32_t b = 0; b < kBatch; ++b) {
-      uint32_t plane = 0, i = item + b * num_threads, num_vectors = p.planes[0].row_bytes / kVectorBytes;
-#pragma unroll 1
-      while (i >= tile.count * num_vectors) {
-        i -= tile.count * num_vectors;
-        if (++plane == p.num_planes) break;
-        num_vectors = p.planes[plane].row_bytes / kVectorBytes;
-      }
-      is_inside = plane < p.num_planes;
-      tokens[b] = is_inside ? i / num_vectors : kMaxTileTokens;
-      if (!is_inside) continue;
-      vectors[b] = ld_row_source(p.sources[plane], tile.first + tokens[b], i - tokens[b] * num_vectors);
-      to[b] = row_in(c, 0, p.planes[plane].offset, p.planes[plane].row_bytes, c.rank, tile.first) + i * kVectorBytes;
+    for (uint32_t b = 0; b < kVectors; ++b) {
+      const Unit u = find_unit(p, p.whole_planes, (pass * kVectors + b) * kLanes + lane, kVectorBytes);
+      to_vectors[b] = nullptr;
+      if (u.plane == kMaxPlanes) continue;
+      const Plane& plane = p.planes[u.plane];
+      const char* rows = static_cast<const char*>(p.sources[u.plane].rows);
+      vectors[b] = reinterpret_cast<const Vector*>(rows + static_cast<uint64_t>(row) * plane.row_bytes)[u.index];
+      to_vectors[b] = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, row) + u.index * kVectorBytes;
+      is_left = b == kVectors - 1;
     }
-#pragma unroll 1
-    for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
 #pragma unroll
-      for (uint32_t b = 0; b < kBatch; ++b) {
-        if (tokens[b] == kMaxTileTokens || !(shared.masks[rank / 32][tokens[b]] >> rank % 32 & 1)) continue;
-        st_vector(to[b] + shared.peers[rank], vectors[b], policy);
+    for (uint32_t b = 0; b < kWords; ++b) {
+      const Unit u = find_unit(p, narrow, (pass * kWords + b) * kLanes + lane, 4);
+      to_words[b] = nullptr;
+      if (u.plane == kMaxPlanes) continue;
+      const Plane& plane = p.planes[u.plane];
+      words[b] = ld_row_word(p.sources[u.plane], row, u.index);
+      to_words[b] = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, row) + u.index * 4;
+      is_left |= b == kWords - 1;
+    }
+    if (is_first) mask = make_mask_warp(p, tile, token, id, shared);
+    is_first = false;
+    is_left = __any_sync(kAllLanes, is_left);
+    if (!state.may_send()) continue;
+#pragma unroll 1
+    for (uint32_t w = 0; w < c.mask_words; ++w) {
+#pragma unroll 1
+      for (uint32_t bits = w == 0 ? mask : shared.masks[w][token]; bits; bits &= bits - 1) {
+        const uint32_t rank = 32 * w + __ffs(bits) - 1;
+        const uint64_t peer = w == 0 ? __shfl_sync(kAllLanes, peer_of_lane, rank) : c.peers[rank];
+#pragma unroll
+        for (uint32_t b = 0; b < kVectors; ++b) {
+          if (to_vectors[b]) st_vector(to_vectors[b] + peer, vectors[b], policy);
+        }
+#pragma unroll
+        for (uint32_t b = 0; b < kWords; ++b) {
+          if (to_words[b]) st_word(reinterpret_cast<uint32_t*>(to_words[b] + peer), words[b]);
+        }
       }
     }
   }
 }
 
+__device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, const State& state, const Tile& tile,
+                                                      uint32_t num_tokens, Shared& shared) {
+  const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
+#pragma unroll 1
+  for (uint32_t token = warp; token < tile.count; token += warps) send_token_warp(p, state, tile, token, shared);
+  __syncthreads();
+  if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
+}
+
 // ---- phased ------------------------------------------------------------------------------------------------------
 
-// Calls f(plane) for every bit of a mask of planes.
-template <class F>
-__device__ __forceinline__ void each_plane(uint32_t planes, F f) {
+__device__ __forceinline__ uint32_t num_serving_warps() { return blockDim.x / kLanes - 1; }
+
+__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
+  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+}
+
+// Word `index` of a token's row of ids, that of its first ones given: the ids, the row's scale if there is one, zeros.
+__device__ __forceinline__ uint32_t id_row_word(const DispatchParams& p, uint32_t token, uint32_t index, uint32_t id) {
+  const RowSource& source = p.sources[p.ids_plane];
+  if (index < p.top_k) return id;
+  const bool is_tail = index == p.top_k && source.tail;
+  return is_tail ? float_to_bits(source.tail[static_cast<uint64_t>(token) * source.tail_stride]) : 0;
+}
+
+// The masks of a tile, and its rows of ids and weights, as the ids are read here. All serving warps, a token a warp.
+__device__ __forceinline__ void make_masks(const DispatchParams& p, const Tile& tile, Shared& shared) {
+  constexpr uint32_t kBatch = 2;  // tokens whose loads are under way together
+  const uint32_t lane = threadIdx.x % kLanes, warps = num_serving_warps();
+  const uint32_t* weights = static_cast<const uint32_t*>(p.sources[p.ids_plane + 1].rows);
+  const Plane &ids_plane = p.planes[p.ids_plane], &weights_plane = p.planes[p.ids_plane + 1];
+  const uint32_t num_id_words = ids_plane.row_bytes / 4, num_weight_words = weights_plane.row_bytes / 4;
 #pragma unroll 1
-  for (; planes; planes &= planes - 1) f(__ffs(planes) - 1);
+  for (uint32_t i = threadIdx.x / kLanes; i < tile.count; i += warps * kBatch) {
+    int32_t ids[kBatch];
+    uint32_t weight[kBatch], id_words[kBatch];
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t token = i + b * warps;
+      if (token >= tile.count) break;
+      const uint64_t at = static_cast<uint64_t>(tile.first + token) * p.top_k + lane;
+      ids[b] = lane < p.top_k ? p.topk_ids[at] : -1;
+      weight[b] = lane < p.top_k ? weights[at] : 0;
+      id_words[b] = id_row_word(p, tile.first + token, lane, static_cast<uint32_t>(ids[b]));
+    }
+#pragma unroll
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t token = i + b * warps;
+      if (token >= tile.count) break;
+      make_mask_warp(p, tile, token, ids[b], shared);
+      uint32_t* id_row = reinterpret_cast<uint32_t*>(tile_rows(p, ids_plane)) + token * num_id_words;
+      if (lane < num_id_words) id_row[lane] = id_words[b];
+      if (lane + kLanes < num_id_words) id_row[lane + kLanes] = id_row_word(p, tile.first + token, lane + kLanes, 0);
+      uint32_t* weight_row = reinterpret_cast<uint32_t*>(tile_rows(p, weights_plane)) + token * num_weight_words;
+      if (lane < num_weight_words) weight_row[lane] = weight[b];
+    }
+  }
 }
 
 // Starts the bulk copies into the tile, of the planes that come whole. One thread.
@@ -198,13 +256,14 @@ __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& t
   });
 }
 
-// The rows of a plane that come vector by vector. All serving warps.
-__device__ __noinline__ void stage_plane(const DispatchParams& p, Tile tile, uint32_t plane) {
-  const uint32_t num_vectors = p.planes[plane].row_bytes / kVectorBytes;
-  Vector* rows = reinterpret_cast<Vector*>(tile_rows(p, p.planes[plane]));
-  for (uint32_t item = threadIdx.x; item < tile.count * num_vectors; item += num_serving_warps() * kLanes) {
-    const uint32_t token = item / num_vectors;
-    rows[item] = ld_row_source(p.sources[plane], tile.first + token, item - token * num_vectors);
+// The rows of a plane that comes neither whole nor with the masks. All serving warps.
+static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile tile, uint32_t plane) {
+  const uint32_t num_words = p.planes[plane].row_bytes / 4;
+  uint32_t* rows = reinterpret_cast<uint32_t*>(tile_rows(p, p.planes[plane]));
+#pragma unroll 1
+  for (uint32_t item = threadIdx.x; item < tile.count * num_words; item += num_serving_warps() * kLanes) {
+    const uint32_t token = item / num_words;
+    rows[item] = ld_row_word(p.sources[plane], tile.first + token, item - token * num_words);
   }
 }
 
@@ -228,45 +287,36 @@ __device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, 
   }
 }
 
-// ---- both --------------------------------------------------------------------------------------------------------
-
-// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
-// since all that comes before is under way together.
-struct State {
-  uint64_t half_rounds;
-  bool alive;
-  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
-  __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
-};
-
 // A serving warp's part of a tile, from ids to rows on their way.
-template <bool kPhased>
-__device__ __forceinline__ void send_tile_warp(const DispatchParams& p, const State& state, const Tile& tile,
-                                               uint32_t parity, Shared& shared) {
-  const uint32_t warp = threadIdx.x / kLanes, warps = num_serving_warps();
-  make_masks<kPhased>(p, tile, shared);
-  if constexpr (kPhased) {
-    each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
-    fence_proxy_async();  // bulk copies read what threads have written
-  }
+__device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const State& state, const Tile& tile,
+                                                uint32_t parity, Shared& shared) {
+  make_masks(p, tile, shared);
+  each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
+  fence_proxy_async();  // bulk copies read what threads have written
   __syncthreads();
-  if constexpr (kPhased) {
-    barrier_wait(&shared.loaded, parity);
-    if (!state.may_send()) return;
+  barrier_wait(&shared.loaded, parity);
+  if (!state.may_send()) return;
 #pragma unroll 1
-    for (uint32_t i = warp; i < p.num_planes; i += warps) send_plane_phased_warp(p, tile, shared, p.planes[i]);
-    bulk_commit();
-  } else {
-    if (!state.may_send()) return;
-    send_tile_general(p, tile, shared);
+  for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
+    send_plane_phased_warp(p, tile, shared, p.planes[i]);
   }
+  bulk_commit();
 }
+
+__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Tile& tile,
+                                                     uint32_t num_tokens, uint32_t parity, Shared& shared) {
+  if (threadIdx.x / kLanes < num_serving_warps()) return serve_tile_warp(p, state, tile, parity, shared);
+  if (threadIdx.x % kLanes == 0) load_tile(p, tile, shared);
+  __syncthreads();
+  if (state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
+}
+
+// ---- both --------------------------------------------------------------------------------------------------------
 
 template <bool kPhased>
 __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens,
                                                Shared& shared) {
-  const bool serves = threadIdx.x / kLanes < num_serving_warps(), loads = kPhased && threadIdx.x == blockDim.x - kLanes;
-  if (loads) barrier_init(&shared.loaded);
+  if (kPhased && threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
 #pragma unroll 1
   for (uint32_t rank = threadIdx.x; rank < p.channel.num_ranks; rank += blockDim.x) {
     shared.peers[rank] = p.channel.peers[rank];
@@ -280,19 +330,17 @@ __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const St
     }
     const uint32_t left = num_tokens - first;
     const Tile tile{first, left < p.tile_tokens ? left : p.tile_tokens};
-    if (serves) {
-      send_tile_warp<kPhased>(p, state, tile, parity, shared);
+    if constexpr (kPhased) {
+      send_tile_phased_cta(p, state, tile, num_tokens, parity, shared);
+      parity ^= 1;
     } else {
-      if (loads) load_tile(p, tile, shared);
-      __syncthreads();
-      if (state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
+      send_tile_general_cta(p, state, tile, num_tokens, shared);
     }
-    parity ^= 1;
   }
   if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 }
 
-__device__ __noinline__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
+static __device__ __noinline__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
   const int32_t num_rows = static_cast<int32_t>(p.num_rows), num_experts = static_cast<int32_t>(p.num_experts);
   if (wanted_tokens < 0 || wanted_tokens > num_rows) {
     record_bad_input(p.channel, kInvalidCount, {0, 0, 0, wanted_tokens, num_rows, 0});

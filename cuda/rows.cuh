@@ -1,13 +1,14 @@
-// rows.cuh: the rows that travel. One function loads a vector of a row at its source, one stores it at a destination.
+// rows.cuh: the rows that travel: their words at the source, their addresses at a destination.
 //
 // A row at a destination is `row_bytes` (whole sectors) and is written in 16-byte vectors; what the source does not
-// fill is zero. The source is read in vectors, words or bytes, as its own alignment allows.
+// fill is zero. Rows that are no whole aligned vectors at the source are read in words, or in bytes.
 #pragma once
 
 #include "sync.cuh"
 
-// Word `byte / 4` of a row whose end lies in this vector: part of the row, its tail, or zero.
-__device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, uint32_t token, uint32_t byte) {
+// Word `byte / 4` of a row whose parts start anywhere: part of the row, its tail, or zero.
+static __device__ __noinline__ uint32_t ld_row_bytes(const RowSource& s, const char* row, uint32_t token,
+                                                     uint32_t byte) {
   if (byte >= s.num_bytes) {
     const bool is_tail = s.tail && byte == s.num_bytes;
     return is_tail ? float_to_bits(s.tail[static_cast<uint64_t>(token) * s.tail_stride]) : 0;
@@ -20,25 +21,16 @@ __device__ inline uint32_t ld_source_end(const RowSource& s, const char* row, ui
   return word;
 }
 
-// A vector that is no whole aligned one at its source. Out of line: kernels are read from memory too.
-static __device__ __noinline__ Vector ld_row_source_narrow(const RowSource& s, const char* row, uint32_t token,
-                                                           uint32_t byte) {
-  Vector v;
-  const bool has_words = s.align_bytes >= 4 && byte + kVectorBytes <= s.num_bytes;
-#pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    v.words[i] =
-        has_words ? reinterpret_cast<const uint32_t*>(row + byte)[i] : ld_source_end(s, row, token, byte + 4 * i);
-  }
-  return v;
-}
-
-// Vector `index` of a token's row, from the rank's own tensors.
-__device__ __forceinline__ Vector ld_row_source(const RowSource& s, uint32_t token, uint32_t index) {
+// Word `index` of a token's row, from the rank's own tensors.
+__device__ __forceinline__ uint32_t ld_row_word(const RowSource& s, uint32_t token, uint32_t index) {
   const char* row = static_cast<const char*>(s.rows) + static_cast<uint64_t>(token) * s.num_bytes;
-  const uint32_t byte = index * kVectorBytes;
-  const bool is_whole = s.align_bytes == kVectorBytes && byte + kVectorBytes <= s.num_bytes;
-  return is_whole ? *reinterpret_cast<const Vector*>(row + byte) : ld_row_source_narrow(s, row, token, byte);
+  const uint32_t byte = 4 * index;
+  if (s.align_bytes < 4) return ld_row_bytes(s, row, token, byte);
+  const void* at = byte < s.num_bytes ? row + byte
+                   : byte == s.num_bytes && s.tail
+                       ? static_cast<const void*>(s.tail + static_cast<uint64_t>(token) * s.tail_stride)
+                       : nullptr;
+  return at ? *static_cast<const uint32_t*>(at) : 0;
 }
 
 // Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel at `peer`.

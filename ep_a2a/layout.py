@@ -377,7 +377,7 @@ def phased_split(
 Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
-GENERAL_THREADS = 160  # a warp serves no plane
+GENERAL_THREADS = 256  # a warp for each token of a tile
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
 TILES_WANTED = 128  # before they grow
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
