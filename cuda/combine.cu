@@ -81,10 +81,10 @@ __global__ void leave_kernel(const __grid_constant__ WaitParams p) {
 }
 
 // Waits for all peers to end this round; false, and the channel ends, if one ends it in another way than this rank.
-__device__ bool wait_for_ends_warp(const Channel& c, Phase phase, uint64_t epoch) {
+__device__ bool wait_for_ends_warp(const Channel& c, Phase phase, uint64_t epoch, uint64_t own) {
   const uint64_t offset = c.end_flags_offset;
   uint64_t seen = 0;
-  if (!wait_for_peers_warp(c, phase, offset, epoch, seen)) return false;
+  if (!wait_for_peers_warp(c, phase, offset, epoch, own, seen)) return false;
   const uint64_t other = min_source_warp(c, [&](uint32_t source) {
     const uint64_t found = arrived_flag(c, offset, source, seen) & 0xff;
     return found == phase ? ~uint64_t{0} : uint64_t{source} << 8 | found;
@@ -100,14 +100,14 @@ __global__ void end_kernel(const __grid_constant__ WaitParams p) {
   const Channel& c = p.channel;
   const Phase phase = static_cast<Phase>(p.phase);
   const bool alive = is_alive(c);
-  const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1;
-  if (phase == kPhaseDispatch) return wait_for_rows_warp(c, alive, epoch);
+  const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1, own = c.peers[c.rank];
+  if (phase == kPhaseDispatch) return wait_for_rows_warp(c, alive, epoch, own);
   if (!alive) return;
   if (p.signals) {
     if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
     publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
   }
-  if (!p.waits || !wait_for_ends_warp(c, phase, epoch)) return;
+  if (!p.waits || !wait_for_ends_warp(c, phase, epoch, own)) return;
   __syncwarp();  // all lanes have read `half_rounds`; votes and shuffles alone order no memory
   if (phase == kPhaseRelease && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
 }

@@ -356,7 +356,7 @@ static __device__ __noinline__ void record_bad_inputs(const DispatchParams& p, i
 template <bool kPhased>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const Channel& c = p.channel;
-  const State state{ld_word(&c.state->half_rounds), is_alive(c)};
+  const State state{ld_state(&c.state->half_rounds), is_alive(c)};
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
   const uint32_t num_tokens = at_least_0 < p.num_rows ? at_least_0 : p.num_rows;
@@ -381,7 +381,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   } else if (state.alive) {
     fail_misuse_warp(c, kPhaseDispatch, state.epoch());
   }
-  if (p.waits) wait_for_rows_warp(c, state.may_send(), state.epoch());
+  if (p.waits) wait_for_rows_warp(c, state.may_send(), state.epoch(), shared.peers[c.rank]);
 }
 
 }  // namespace

@@ -130,6 +130,13 @@ template <class Word>
 __device__ __forceinline__ void st_word(Word* p, Word v) {
   *p = v;
 }
+// A word of the own state that is the same for all threads, of which the compiler must not know so: it would wait at
+// once, to keep it once for the warp.
+__device__ __forceinline__ uint64_t ld_state(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ void st_byte(uint8_t* p, uint8_t v) { *p = v; }
 __device__ __forceinline__ uint64_t time_ns() {
   uint64_t v;
@@ -216,6 +223,7 @@ void st_word(Word* p, Word v) {
   simt::point(simt::Point::kRowStore);
   *p = v;
 }
+inline uint64_t ld_state(const uint64_t* p) { return ld_word(p); }
 inline void st_byte(uint8_t* p, uint8_t v) {
   simt::point(simt::Point::kRowStore);
   *p = v;

@@ -64,7 +64,7 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
 #if defined(EP_A2A_FAULT_ignore_sticky)
   return true;
 #endif
-  return ld_word(&c.state->sticky) == 0;
+  return ld_state(&c.state->sticky) == 0;
 }
 
 // Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
@@ -237,10 +237,12 @@ static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, 
 }
 
 // Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended. `seen` is
-// the flag of the source with the number of the lane. Abort words go before flags: a late rank finds all flags there,
-// and that its peers gave up.
+// the flag of the source with the number of the lane; `own` is the address of this rank's channel. Abort words go
+// before flags: a late rank finds all flags there, and that its peers gave up.
 __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset,
-                                                    uint64_t epoch, uint64_t& seen) {
+                                                    uint64_t epoch, uint64_t own, uint64_t& seen) {
+  const uint64_t *flags = reinterpret_cast<const uint64_t*>(own + flags_offset),
+                 *abort_words = reinterpret_cast<const uint64_t*>(own + c.abort_words_offset);
   uint64_t start = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
     // A look at the clock takes longer than one at a flag, so there is none where nobody is late, and later only some.
@@ -256,8 +258,8 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     bool here = true, told = false;
 #pragma unroll 1
     for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
-      told |= ld_relaxed_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;  // both are under way together
-      const uint64_t flag = ld_acquire_sys(flag_at(c, c.rank, flags_offset, source));
+      told |= ld_relaxed_sys(abort_words + source) != 0;  // both are under way together
+      const uint64_t flag = ld_acquire_sys(flags + source);
       here &= epoch_of(flag) == epoch;
       if (source < kLanes) seen = flag;
     }
@@ -278,10 +280,10 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
 
 // The end of a dispatch on this rank: waits for the rows of all sources and keeps the counts that came with the flags;
 // 0 for all if the channel has ended. One warp.
-__device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch) {
+__device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch, uint64_t own) {
   const uint64_t offset = c.dispatch_flags_offset;
   uint64_t seen = 0;
-  const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, offset, epoch, seen);
+  const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, offset, epoch, own, seen);
 #pragma unroll 1
   for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
     const uint64_t flag = arrived ? arrived_flag(c, offset, source, seen) : 0;

@@ -157,7 +157,6 @@ class Channel:
         """Use the phased schedule by this split, or the general one."""
         self._split = split
         self._dispatch.phased = int(split is not None)
-        self._dispatch.num_threads = split.num_threads if split else _layout.GENERAL_THREADS
         for offset, slot in zip(split.tile_offsets if split else (), self._dispatch.planes):
             slot.tile_offset = offset
 
@@ -230,7 +229,7 @@ class Channel:
         params.whole_planes, params.narrow_planes = whole, narrow
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
-        params.tile_tokens, params.shared_bytes, params.num_ctas = _layout.tiling(
+        params.tile_tokens, params.shared_bytes, params.num_ctas, params.num_threads = _layout.tiling(
             self._kind, self._split, inputs.num_rows, self._a2a.config.num_sms
         )
         params.is_large = inputs.num_rows * self._a2a.layout.row_bytes() >= _layout.LARGE_ROUND_BYTES

@@ -201,6 +201,7 @@ T modify(T* p, F f, bool acquire, bool release) {
 
 }  // namespace hostile
 
+inline uint64_t ld_state(const uint64_t* p) { return hostile::load(p, false); }
 inline void st_byte(uint8_t* p, uint8_t v) {  // of a location that is read as a word
   const uintptr_t address = reinterpret_cast<uintptr_t>(p), shift = address % 4 * 8;
   const auto with_byte = [v, shift](uint32_t old) { return (old & ~(0xffu << shift)) | uint32_t{v} << shift; };
