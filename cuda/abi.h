@@ -15,6 +15,7 @@ constexpr int kMaxTopK = 32;
 constexpr int kMaxPlanes = 8;
 constexpr int kVectorBytes = 16;
 constexpr int kMaxSharedBytes = 204800;  // of a CTA
+constexpr int kTileTokens = 8;           // of a dispatch tile: a byte of the bitmap
 constexpr int kTileStart = 1664;         // of a dispatch tile's rows in shared memory
 constexpr int kExpertTileRows = 8;       // slots that an expert's first product takes at a time
 
@@ -112,14 +113,12 @@ struct DispatchParams {
   uint32_t phased;  // 1 = phased schedule, 0 = general
   uint32_t num_ctas;
   uint32_t num_threads;
-  uint32_t tile_tokens;    // 8 or 16: whole bytes of a bitmap word
-  uint32_t shared_bytes;   // of a CTA: kTileStart, and in the phased schedule the rows of a tile
-  uint32_t waits;          // 1 = the last CTA waits for the rows of all peers
-  uint32_t ids_plane;      // planes of the payload are before it, weights follow it
-  uint32_t whole_planes;   // bit i: the rows of plane i are, bytes and alignment, what a destination gets
-  uint32_t narrow_planes;  // bit i: they are not, and not ids or weights
-  uint32_t is_large;       // 1 = the round is larger than a cache
-  uint32_t reserved;
+  uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
+  uint32_t waits;             // 1 = the last CTA waits for the rows of all peers
+  uint32_t ids_plane;         // planes of the payload are before it, weights follow it
+  uint32_t whole_planes;      // bit i: the rows of plane i are, bytes and alignment, what a destination gets
+  uint32_t narrow_planes;     // bit i: they are not, and not ids or weights
+  uint32_t is_large;          // 1 = the round is larger than a cache
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

@@ -9,8 +9,8 @@
 //
 //   general  a warp takes a token and serves every plane, through its registers; any row. For few tokens
 //   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each, all
-//            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. The last
-//            warp serves no plane: it fetches tiles and sends the bitmap
+//            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. Where
+//            there are more warps, they share the ranks. The last warp fetches the tile and sends the bitmap
 //
 // For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
 // memory. So what is rare is out of line, and loops that move no rows are not unrolled.
@@ -22,12 +22,11 @@
 namespace {
 
 constexpr uint32_t kMaskWords = kMaxRanks / 32;
-constexpr uint32_t kMaxTileTokens = 16;
 
-struct Shared {                                // of a CTA; the rows of a tile follow
-  uint32_t masks[kMaskWords][kMaxTileTokens];  // bit r of a token's words: it goes to rank r
-  uint64_t loaded;                             // barrier of the bulk copies into the tile
-  uint64_t peers[kMaxRanks];                   // as in the channel
+struct Shared {                             // of a CTA; the rows of a tile follow
+  uint32_t masks[kMaskWords][kTileTokens];  // bit r of a token's words: it goes to rank r
+  uint64_t loaded;                          // barrier of the bulk copies into the tile
+  uint64_t peers[kMaxRanks];                // as in the channel
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
@@ -91,16 +90,17 @@ __device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, const T
   return __ballot_sync(kAllLanes, lane < tile.count && shared.masks[rank / 32][lane] >> rank % 32 & 1);
 }
 
-// The bytes of the bitmap that are a tile's, at every peer; behind the last token those that end its word. One warp.
+// The byte of the bitmap that is a tile's, at every peer; behind the last token also those that end its word. One warp.
 __device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& tile, uint32_t num_tokens,
                                                  const Shared& shared) {
-  const uint32_t lane = threadIdx.x % kLanes, end = tile.first + tile.count;
-  const uint32_t num_bytes = (end == num_tokens ? (end + 31) / 32 * 32 - tile.first : tile.count) / 8;
-  const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + tile.first / 8 + lane;
+  const uint32_t lane = threadIdx.x % kLanes, byte = tile.first / kTileTokens;
+  const bool is_last = tile.first + tile.count == num_tokens;
+  const uint32_t num_bytes = is_last ? 4 - byte % 4 : 1;
+  const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + byte + lane;
 #pragma unroll 1
   for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
     const uint32_t tokens = tokens_to_warp(shared, tile, rank);
-    if (lane < num_bytes) st_byte(reinterpret_cast<uint8_t*>(shared.peers[rank] + at), tokens >> 8 * lane & 0xff);
+    if (lane < num_bytes) st_byte(reinterpret_cast<uint8_t*>(shared.peers[rank] + at), lane == 0 ? tokens : 0);
   }
 }
 
@@ -196,8 +196,8 @@ __device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, c
 
 __device__ __forceinline__ uint32_t num_serving_warps() { return blockDim.x / kLanes - 1; }
 
-__device__ __forceinline__ char* tile_rows(const DispatchParams& p, const Plane& plane) {
-  return static_cast<char*>(shared_memory()) + kTileStart + p.tile_tokens * plane.tile_offset;
+__device__ __forceinline__ char* tile_rows(const Plane& plane) {
+  return static_cast<char*>(shared_memory()) + kTileStart + kTileTokens * plane.tile_offset;
 }
 
 // Word `index` of a token's row of ids, that of its first ones given: the ids, the row's scale if there is one, zeros.
@@ -233,10 +233,10 @@ __device__ __forceinline__ void make_masks(const DispatchParams& p, const Tile& 
       const uint32_t token = i + b * warps;
       if (token >= tile.count) break;
       make_mask_warp(p, tile, token, ids[b], shared);
-      uint32_t* id_row = reinterpret_cast<uint32_t*>(tile_rows(p, ids_plane)) + token * num_id_words;
+      uint32_t* id_row = reinterpret_cast<uint32_t*>(tile_rows(ids_plane)) + token * num_id_words;
       if (lane < num_id_words) id_row[lane] = id_words[b];
       if (lane + kLanes < num_id_words) id_row[lane + kLanes] = id_row_word(p, tile.first + token, lane + kLanes, 0);
-      uint32_t* weight_row = reinterpret_cast<uint32_t*>(tile_rows(p, weights_plane)) + token * num_weight_words;
+      uint32_t* weight_row = reinterpret_cast<uint32_t*>(tile_rows(weights_plane)) + token * num_weight_words;
       if (lane < num_weight_words) weight_row[lane] = weight[b];
     }
   }
@@ -252,14 +252,14 @@ __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& t
     const Plane& plane = p.planes[i];
     const char* rows =
         static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
-    bulk_load(tile_rows(p, plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
+    bulk_load(tile_rows(plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
   });
 }
 
 // The rows of a plane that comes neither whole nor with the masks. All serving warps.
 static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile tile, uint32_t plane) {
   const uint32_t num_words = p.planes[plane].row_bytes / 4;
-  uint32_t* rows = reinterpret_cast<uint32_t*>(tile_rows(p, p.planes[plane]));
+  uint32_t* rows = reinterpret_cast<uint32_t*>(tile_rows(p.planes[plane]));
 #pragma unroll 1
   for (uint32_t item = threadIdx.x; item < tile.count * num_words; item += num_serving_warps() * kLanes) {
     const uint32_t token = item / num_words;
@@ -267,23 +267,22 @@ static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile ti
   }
 }
 
-// The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp: a
-// run is sent by the lane with the number of its first token.
-__device__ __forceinline__ void send_plane_phased_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
-                                                       const Plane& plane) {
+// The rows of one plane of a tile to every `step`-th rank, the first ones behind its own, so that not all ranks begin
+// with the same. One warp: a run is sent by the lane with the number of its first token.
+__device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
+                                                const Plane& plane, uint32_t first, uint32_t step) {
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes;
-  const char* from = tile_rows(p, plane) + lane * plane.row_bytes;
+  const char* from = tile_rows(plane) + lane * plane.row_bytes;
   char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first + lane);
   const uint64_t policy = evict_first();
-  uint32_t rank = c.rank;
 #pragma unroll 2
-  for (uint32_t i = 0; i < c.num_ranks; ++i) {
+  for (uint32_t i = first; i < c.num_ranks; i += step) {
+    const uint32_t next = c.rank + i, rank = next < c.num_ranks ? next : next - c.num_ranks;
     const uint32_t tokens = tokens_to_warp(shared, tile, rank);
     const bool begins_run = (tokens & ~(tokens << 1)) >> lane & 1;
     const uint32_t length = __ffs(~(tokens >> lane)) - 1;
     if (begins_run) bulk_store(to + shared.peers[rank], from, length * plane.row_bytes, policy);
-    rank = rank + 1 < c.num_ranks ? rank + 1 : 0;
   }
 }
 
@@ -296,9 +295,10 @@ __device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const S
   __syncthreads();
   barrier_wait(&shared.loaded, parity);
   if (!state.may_send()) return;
+  const uint32_t warps = num_serving_warps(), step = warps < p.num_planes ? 1 : warps / p.num_planes;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
-    send_plane_phased_warp(p, tile, shared, p.planes[i]);
+  for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes * step; i += warps) {
+    send_plane_warp(p, tile, shared, p.planes[i % p.num_planes], i / p.num_planes, step);
   }
   bulk_commit();
 }
@@ -323,13 +323,13 @@ __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const St
   }
   uint32_t parity = 0;
 #pragma unroll 1
-  for (uint32_t first = blockIdx.x * p.tile_tokens; first < num_tokens; first += gridDim.x * p.tile_tokens) {
-    if (first != blockIdx.x * p.tile_tokens) {  // the same memory takes another tile
+  for (uint32_t first = blockIdx.x * kTileTokens; first < num_tokens; first += gridDim.x * kTileTokens) {
+    if (first != blockIdx.x * kTileTokens) {  // the same memory takes another tile
       if constexpr (kPhased) bulk_wait_read();
       __syncthreads();
     }
     const uint32_t left = num_tokens - first;
-    const Tile tile{first, left < p.tile_tokens ? left : p.tile_tokens};
+    const Tile tile{first, left < kTileTokens ? left : kTileTokens};
     if constexpr (kPhased) {
       send_tile_phased_cta(p, state, tile, num_tokens, parity, shared);
       parity ^= 1;

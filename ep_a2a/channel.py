@@ -45,7 +45,6 @@ class Channel:
         self._num_rounds = 0
         self._error: StickyError | None = None
         self._inputs: DispatchInputs | None = None
-        self._split: _layout.PhasedSplit | None = None
         self.waits_already = False
         start = index * layout.channel_bytes
         region = memory.region[start : start + layout.channel_bytes]
@@ -155,8 +154,9 @@ class Channel:
 
     def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
         """Use the phased schedule by this split, or the general one."""
-        self._split = split
         self._dispatch.phased = int(split is not None)
+        self._dispatch.num_threads = _layout.tile_threads(split)
+        self._dispatch.shared_bytes = _layout.tile_shared_bytes(split)
         for offset, slot in zip(split.tile_offsets if split else (), self._dispatch.planes):
             slot.tile_offset = offset
 
@@ -229,9 +229,7 @@ class Channel:
         params.whole_planes, params.narrow_planes = whole, narrow
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
-        params.tile_tokens, params.shared_bytes, params.num_ctas, params.num_threads = _layout.tiling(
-            self._kind, self._split, inputs.num_rows, self._a2a.config.num_sms
-        )
+        params.num_ctas = self._num_ctas(-(-inputs.num_rows // _layout.TILE_TOKENS))
         params.is_large = inputs.num_rows * self._a2a.layout.row_bytes() >= _layout.LARGE_ROUND_BYTES
         stream = self._stream()
         self._inputs = inputs

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -321,12 +321,11 @@ def most_slots(num_rows: int, top_k: int, num_experts: int, pad_multiple: int) -
 
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
-TILE_START = 1664  # of a tile's rows in shared memory: kTileStart in abi.h
-TILE_TOKENS = (8, 16)  # whole bytes of a bitmap word; the second where it leaves room for four CTAs on an SM
-MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes in abi.h
-MAX_LARGE_TILE_BYTES = 55 * 1024
+TILE_TOKENS = 8  # a byte of the bitmap: kTileTokens in abi.h
+TILE_START = 1664  # of a tile's rows in shared memory: kTileStart
+MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes
+SERVING_WARPS = 8  # of a CTA: one for each token of a tile
 LARGE_ROUND_BYTES = 2 * 1024 * 1024  # of a rank's rows: at every rank they are more than a cache holds
-PHASED_WARPS = {8: 8, 16: 4}  # by tile: that read ids together, and serve the planes; one more fetches
 
 
 @dataclass(frozen=True)
@@ -363,7 +362,7 @@ def phased_split(
     row_bytes = [plane.row_bytes for plane in planes(payload, hidden, top_k, extra_planes)]
     if len(row_bytes) > MAX_PLANES:
         return NoSplit(f"{len(row_bytes)} planes, at most {MAX_PLANES} are served")
-    most = (MAX_SHARED_BYTES - TILE_START) // TILE_TOKENS[0]
+    most = (MAX_SHARED_BYTES - TILE_START) // TILE_TOKENS
     if sum(row_bytes) > most:
         return NoSplit(f"a token's rows are {sum(row_bytes)} bytes, more than the {most} of a tile in shared memory")
     return PhasedSplit(
@@ -375,9 +374,7 @@ def phased_split(
 Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
-GENERAL_WARPS = 8  # one for each token of a tile
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
-TILES_WANTED = 128  # before they grow
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),
@@ -390,25 +387,14 @@ def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
     return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
 
 
-class Tiling(NamedTuple):
-    """How the CTAs of a dispatch walk over its tokens."""
-
-    tile_tokens: int
-    shared_bytes: int
-    num_ctas: int
-    num_threads: int
+def tile_shared_bytes(split: PhasedSplit | None) -> int:
+    """Shared memory of a CTA in the phased schedule of `split`, or in the general one."""
+    return TILE_START + TILE_TOKENS * (split.token_bytes if split else 0)
 
 
-@lru_cache(maxsize=1 << 14)
-def tiling(kind: Kind, split: PhasedSplit | None, num_tokens: int, num_sms: int | None) -> Tiling:
-    """The tiles of a dispatch of `num_tokens` by the phased schedule of `split`, or by the general one."""
-    small, large = TILE_TOKENS
-    token_bytes = split.token_bytes if split else 0
-    may_grow = num_tokens >= large * TILES_WANTED and split and large * token_bytes <= MAX_LARGE_TILE_BYTES - TILE_START
-    tile_tokens = large if may_grow else small
-    ctas = num_ctas(kind, -(-num_tokens // tile_tokens), num_sms)
-    warps = max(PHASED_WARPS[tile_tokens], len(split.tile_offsets)) + 1 if split else GENERAL_WARPS
-    return Tiling(tile_tokens, TILE_START + tile_tokens * token_bytes, ctas, warps * WARP_LANES)
+def tile_threads(split: PhasedSplit | None) -> int:
+    """Threads of such a CTA."""
+    return WARP_LANES * (SERVING_WARPS + (split is not None))
 
 
 def copy_threads(row_bytes: int) -> int:

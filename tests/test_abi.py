@@ -28,6 +28,7 @@ def test_limits_that_stand_on_both_sides_are_equal():
         ("kMaxPlanes", layout.MAX_PLANES),
         ("kVectorBytes", layout.VECTOR_BYTES),
         ("kTileStart", layout.TILE_START),
+        ("kTileTokens", layout.TILE_TOKENS),
         ("kMaxSharedBytes", layout.MAX_SHARED_BYTES),
         ("kExpertTileRows", layout.EXPERT_TILE_ROWS),
     ):
@@ -35,9 +36,9 @@ def test_limits_that_stand_on_both_sides_are_equal():
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch):
-    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 96}
+    wrong = {**abi.mirrored_abi(), "DispatchParams.channel": 88}
     monkeypatch.setattr(abi, "mirrored_abi", lambda: wrong)
-    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 88 compiled, 96 in Python"):
+    with pytest.raises(EpError, match=r"other sources.*DispatchParams.channel: 80 compiled, 88 in Python"):
         native.Library(native.library_path("host"))
 
 

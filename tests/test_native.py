@@ -74,7 +74,7 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
         ("flags", lay.dispatch_flags_offset, lay.end_flags_offset, lay.abort_words_offset),
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
-        ("threads", _layout.tiling("cpu", split, 1 << 16, None).num_threads, copy_threads),
+        ("threads", copy_threads),
         ("tile", _layout.TILE_START, split.token_bytes),
         ("ids_plane", [plane.name for plane in lay.planes].index("ids")),
     ]

@@ -284,7 +284,7 @@ void Seat::send(bool and_wait) {
   params.ids_plane = plan.ids_plane;
   params.experts_per_rank = plan.num_experts / plan.num_ranks;
   params.num_longer_ranks = plan.num_experts % plan.num_ranks;
-  plan.choose(params, h % 8 == 0, h / 64, 64 << h / 32 % 2);
+  plan.choose(params, h % 8 == 0, 64 << h / 32 % 2);
   params.num_ctas = 1 + h / 8 % 3;
   params.channel = channel;
   for (uint32_t p = 0; p < plan.planes.size(); ++p) {

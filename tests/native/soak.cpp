@@ -168,7 +168,7 @@ void Rank::dispatch() {
   params.ids_plane = plan_.ids_plane;
   params.experts_per_rank = plan_.num_experts / plan_.num_ranks;
   params.num_longer_ranks = plan_.num_experts % plan_.num_ranks;
-  plan_.choose(params, h % 2, h / 64, 64 << h / 16 % 2);
+  plan_.choose(params, h % 2, 64 << h / 16 % 3);
   params.num_ctas = 1 + h / 2 % 5;
   params.channel = channel_;
   send_rows(params);

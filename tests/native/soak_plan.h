@@ -21,7 +21,6 @@ struct PlanPlane {
 struct Plan {
   uint32_t num_ranks = 0, num_experts = 0, top_k = 0, hidden = 0, max_tokens = 0, number = 0;
   uint32_t bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, copy_threads = 0;
-  uint32_t phased_threads = 0;  // 0 = there is no phased schedule
   uint32_t tile_start = 0, token_bytes = 0;
   uint32_t ids_plane = 0;
   uint64_t dispatch_flags = 0, end_flags = 0, abort_words = 0, bitmap = 0, outbox = 0, channel_bytes = 0;
@@ -30,12 +29,11 @@ struct Plan {
   std::vector<PlanPlane> planes;
 
   explicit Plan(const char* path);
-  // The schedule of a dispatch, by numbers drawn for it.
-  void choose(DispatchParams& p, bool phased, uint32_t tile_draw, uint32_t general_threads) const {
-    p.phased = phased_threads && phased;
-    p.num_threads = p.phased ? phased_threads : general_threads;
-    p.tile_tokens = tile_draw % 2 ? 16 : 8;
-    p.shared_bytes = tile_start + (p.phased ? p.tile_tokens * token_bytes : 0);
+  // The schedule of a dispatch.
+  void choose(DispatchParams& p, bool phased, uint32_t threads) const {
+    p.phased = phased;
+    p.num_threads = threads;
+    p.shared_bytes = tile_start + (phased ? kTileTokens * token_bytes : 0);
   }
   uint32_t number_bytes() const { return number == kFp32 ? 4 : 2; }
 };
@@ -51,7 +49,7 @@ inline Plan::Plan(const char* path) {
     if (name == "flags") give(dispatch_flags, end_flags, abort_words);
     if (name == "channel") give(bitmap, outbox, channel_bytes);
     if (name == "state") give(source_counts, masks, state_bytes);
-    if (name == "threads") give(phased_threads, copy_threads);
+    if (name == "threads") give(copy_threads);
     if (name == "tile") give(tile_start, token_bytes);
     if (name == "ids_plane") give(ids_plane);
     if (name == "first_expert") give(first_expert.emplace_back());
