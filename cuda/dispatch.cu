@@ -9,8 +9,8 @@
 //
 //   general  a warp takes a token and serves every plane, through its registers; any row. For few tokens
 //   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each, all
-//            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. Where
-//            there are more warps, they share the ranks. The last warp fetches the tile and sends the bitmap
+//            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. The last
+//            warp fetches the tile and sends the bitmap
 //
 // For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
 // memory. So what is rare is out of line, and loops that move no rows are not unrolled.
@@ -267,22 +267,23 @@ static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile ti
   }
 }
 
-// The rows of one plane of a tile to every `step`-th rank, the first ones behind its own, so that not all ranks begin
-// with the same. One warp: a run is sent by the lane with the number of its first token.
+// The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp: a
+// run is sent by the lane with the number of its first token.
 __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
-                                                const Plane& plane, uint32_t first, uint32_t step) {
+                                                const Plane& plane) {
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes;
   const char* from = tile_rows(plane) + lane * plane.row_bytes;
   char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first + lane);
   const uint64_t policy = evict_first();
+  uint32_t rank = c.rank;
 #pragma unroll 2
-  for (uint32_t i = first; i < c.num_ranks; i += step) {
-    const uint32_t next = c.rank + i, rank = next < c.num_ranks ? next : next - c.num_ranks;
+  for (uint32_t i = 0; i < c.num_ranks; ++i) {
     const uint32_t tokens = tokens_to_warp(shared, tile, rank);
     const bool begins_run = (tokens & ~(tokens << 1)) >> lane & 1;
     const uint32_t length = __ffs(~(tokens >> lane)) - 1;
     if (begins_run) bulk_store(to + shared.peers[rank], from, length * plane.row_bytes, policy);
+    rank = rank + 1 < c.num_ranks ? rank + 1 : 0;
   }
 }
 
@@ -295,10 +296,9 @@ __device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const S
   __syncthreads();
   barrier_wait(&shared.loaded, parity);
   if (!state.may_send()) return;
-  const uint32_t warps = num_serving_warps(), step = warps < p.num_planes ? 1 : warps / p.num_planes;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes * step; i += warps) {
-    send_plane_warp(p, tile, shared, p.planes[i % p.num_planes], i / p.num_planes, step);
+  for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
+    send_plane_warp(p, tile, shared, p.planes[i]);
   }
   bulk_commit();
 }
