@@ -160,6 +160,7 @@ class GraphClock:
                 end.record()
                 self.num_samples += 1
                 self.num_late += time.perf_counter() - started > LEAD_US / 1e6
+                torch.cuda.synchronize()  # a graph that is queued behind another slows it: 3.5 of 18 us on an H200
                 for work in sample.after:
                     work()
                 torch.cuda.synchronize()

@@ -57,6 +57,12 @@ struct State {
   __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
 };
 
+// The addresses of the peers into shared memory. The last warp, which has no token to wait for.
+__device__ __forceinline__ void keep_peers_warp(const Channel& c, Shared& shared) {
+#pragma unroll 1
+  for (uint32_t rank = threadIdx.x % kLanes; rank < c.num_ranks; rank += kLanes) shared.peers[rank] = c.peers[rank];
+}
+
 // Calls f(plane) for every bit of a mask of planes.
 template <class F>
 __device__ __forceinline__ void each_plane(uint32_t planes, F f) {
@@ -84,84 +90,62 @@ __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, cons
   return first;
 }
 
-// Which tokens of a tile go to `rank`, in all lanes. One warp.
-__device__ __forceinline__ uint32_t tokens_to_warp(const Shared& shared, const Tile& tile, uint32_t rank) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  return __ballot_sync(kAllLanes, lane < tile.count && shared.masks[rank / 32][lane] >> rank % 32 & 1);
+// Which tokens of a tile go to rank 32 * word + lane.
+__device__ __forceinline__ uint32_t tokens_of_lane(const Shared& shared, const Tile& tile, uint32_t word) {
+  uint32_t tokens = 0;
+#pragma unroll
+  for (uint32_t t = 0; t < kTileTokens; ++t) tokens |= (shared.masks[word][t] >> threadIdx.x % kLanes & 1) << t;
+  return tokens & ((1u << tile.count) - 1);
 }
 
 // The byte of the bitmap that is a tile's, at every peer; behind the last token also those that end its word. One warp.
 __device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& tile, uint32_t num_tokens,
                                                  const Shared& shared) {
-  const uint32_t lane = threadIdx.x % kLanes, byte = tile.first / kTileTokens;
-  const bool is_last = tile.first + tile.count == num_tokens;
-  const uint32_t num_bytes = is_last ? 4 - byte % 4 : 1;
-  const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + byte + lane;
+  const uint32_t byte = tile.first / kTileTokens;
+  const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + byte;
 #pragma unroll 1
-  for (uint32_t rank = 0; rank < c.num_ranks; ++rank) {
-    const uint32_t tokens = tokens_to_warp(shared, tile, rank);
-    if (lane < num_bytes) st_byte(reinterpret_cast<uint8_t*>(shared.peers[rank] + at), lane == 0 ? tokens : 0);
+  for (uint32_t rank = threadIdx.x % kLanes; rank / kLanes < c.mask_words; rank += kLanes) {
+    const uint32_t tokens = tokens_of_lane(shared, tile, rank / kLanes);
+    if (rank >= c.num_ranks) continue;
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(shared.peers[rank] + at);
+    st_byte(bytes, tokens);
+    if (tile.first + tile.count < num_tokens) continue;
+#pragma unroll 1
+    for (uint32_t i = 1; i < 4 - byte % 4; ++i) st_byte(bytes + i, 0);
   }
 }
 
 // ---- general -----------------------------------------------------------------------------------------------------
 
-// The i-th unit of `unit_bytes` in a token's rows of some planes, one plane behind the other.
-struct Unit {
-  uint32_t plane;  // kMaxPlanes: there is none
-  uint32_t index;  // in the row
-};
-__device__ __forceinline__ Unit find_unit(const DispatchParams& p, uint32_t planes, uint32_t i, uint32_t unit_bytes) {
-#pragma unroll 1
-  for (; planes; planes &= planes - 1) {
-    const uint32_t plane = __ffs(planes) - 1, num_units = p.planes[plane].row_bytes / unit_bytes;
-    if (i < num_units) return {plane, i};
-    i -= num_units;
-  }
-  return {kMaxPlanes, 0};
-}
-
-// A token's rows to the ranks of its mask: whole ones in vectors, others in words. One warp.
+// A token's rows to the ranks of its mask, the vectors of all planes one behind the other. One warp.
 __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const State& state, const Tile& tile,
                                                 uint32_t token, Shared& shared) {
-  constexpr uint32_t kVectors = 3, kWords = 2;  // of a lane, under way together: all of a row of 2,048 NVFP4 values
+  constexpr uint32_t kBatch = 3;  // of a lane, under way together: a token of 2,048 NVFP4 values and 22 ids
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes, row = tile.first + token;
   const int32_t id = lane < p.top_k ? p.topk_ids[static_cast<uint64_t>(row) * p.top_k + lane] : -1;
-  const uint64_t peer_of_lane = lane < c.num_ranks ? c.peers[lane] : 0;
-  const uint32_t narrow = p.narrow_planes | 3u << p.ids_plane;
-  const uint64_t policy = evict_first();
+  const uint64_t peer_of_lane = lane < c.num_ranks ? c.peers[lane] : 0, policy = evict_first();
   uint32_t mask = 0;
-  bool is_first = true, is_left = true;
+  bool is_left = true;
 #pragma unroll 1
-  for (uint32_t pass = 0; is_left; ++pass) {
-    Vector vectors[kVectors];
-    uint32_t words[kWords];
-    char *to_vectors[kVectors], *to_words[kWords];  // less the address of the peer
-    is_left = false;
+  for (uint32_t first = lane; is_left; first += kBatch * kLanes) {
+    Vector vectors[kBatch];
+    char* to[kBatch];  // less the address of the peer; null: there is none
 #pragma unroll
-    for (uint32_t b = 0; b < kVectors; ++b) {
-      const Unit u = find_unit(p, p.whole_planes, (pass * kVectors + b) * kLanes + lane, kVectorBytes);
-      to_vectors[b] = nullptr;
-      if (u.plane == kMaxPlanes) continue;
-      const Plane& plane = p.planes[u.plane];
-      const char* rows = static_cast<const char*>(p.sources[u.plane].rows);
-      vectors[b] = reinterpret_cast<const Vector*>(rows + static_cast<uint64_t>(row) * plane.row_bytes)[u.index];
-      to_vectors[b] = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, row) + u.index * kVectorBytes;
-      is_left = b == kVectors - 1;
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      uint32_t plane = 0, v = first + b * kLanes;
+#pragma unroll 1
+      for (; plane < p.num_planes && v >= p.planes[plane].row_bytes / kVectorBytes; ++plane) {
+        v -= p.planes[plane].row_bytes / kVectorBytes;
+      }
+      is_left = plane < p.num_planes;
+      to[b] = nullptr;
+      if (!is_left) continue;
+      const Plane& at = p.planes[plane];
+      vectors[b] = ld_row_vector(p.sources[plane], row, v);
+      to[b] = row_in(c, 0, at.offset, at.row_bytes, c.rank, row) + v * kVectorBytes;
     }
-#pragma unroll
-    for (uint32_t b = 0; b < kWords; ++b) {
-      const Unit u = find_unit(p, narrow, (pass * kWords + b) * kLanes + lane, 4);
-      to_words[b] = nullptr;
-      if (u.plane == kMaxPlanes) continue;
-      const Plane& plane = p.planes[u.plane];
-      words[b] = ld_row_word(p.sources[u.plane], row, u.index);
-      to_words[b] = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, row) + u.index * 4;
-      is_left |= b == kWords - 1;
-    }
-    if (is_first) mask = make_mask_warp(p, tile, token, id, shared);
-    is_first = false;
+    if (first == lane) mask = make_mask_warp(p, tile, token, id, shared);
     is_left = __any_sync(kAllLanes, is_left);
     if (!state.may_send()) continue;
 #pragma unroll 1
@@ -171,12 +155,8 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
         const uint32_t rank = 32 * w + __ffs(bits) - 1;
         const uint64_t peer = w == 0 ? __shfl_sync(kAllLanes, peer_of_lane, rank) : c.peers[rank];
 #pragma unroll
-        for (uint32_t b = 0; b < kVectors; ++b) {
-          if (to_vectors[b]) st_vector(to_vectors[b] + peer, vectors[b], policy);
-        }
-#pragma unroll
-        for (uint32_t b = 0; b < kWords; ++b) {
-          if (to_words[b]) st_word(reinterpret_cast<uint32_t*>(to_words[b] + peer), words[b]);
+        for (uint32_t b = 0; b < kBatch; ++b) {
+          if (to[b]) st_vector(to[b] + peer, vectors[b], policy);
         }
       }
     }
@@ -184,10 +164,11 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
 }
 
 __device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, const State& state, const Tile& tile,
-                                                      uint32_t num_tokens, Shared& shared) {
+                                                      uint32_t num_tokens, bool is_first, Shared& shared) {
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll 1
   for (uint32_t token = warp; token < tile.count; token += warps) send_token_warp(p, state, tile, token, shared);
+  if (is_first && warp == warps - 1) keep_peers_warp(p.channel, shared);
   __syncthreads();
   if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
 }
@@ -267,23 +248,32 @@ static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile ti
   }
 }
 
-// The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp: a
-// run is sent by the lane with the number of its first token.
+// The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp. A
+// tile has at most kRuns runs for a rank: a lane sends one of them, the lanes of a rank those of it.
 __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
                                                 const Plane& plane) {
+  constexpr uint32_t kRuns = kTileTokens / 2, kRanksAtOnce = kLanes / kRuns;
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes;
-  const char* from = tile_rows(plane) + lane * plane.row_bytes;
-  char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first + lane);
+  const char* from = tile_rows(plane);
+  char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first);
   const uint64_t policy = evict_first();
-  uint32_t rank = c.rank;
-#pragma unroll 2
-  for (uint32_t i = 0; i < c.num_ranks; ++i) {
-    const uint32_t tokens = tokens_to_warp(shared, tile, rank);
-    const bool begins_run = (tokens & ~(tokens << 1)) >> lane & 1;
-    const uint32_t length = __ffs(~(tokens >> lane)) - 1;
-    if (begins_run) bulk_store(to + shared.peers[rank], from, length * plane.row_bytes, policy);
-    rank = rank + 1 < c.num_ranks ? rank + 1 : 0;
+#pragma unroll 1
+  for (uint32_t word = 0; word < c.mask_words; ++word) {
+    const uint32_t left = c.num_ranks - word * kLanes, num_ranks = left < kLanes ? left : kLanes;
+    const uint32_t tokens_of_ranks = tokens_of_lane(shared, tile, word);
+#pragma unroll 1
+    for (uint32_t first = 0; first < num_ranks; first += kRanksAtOnce) {
+      const uint32_t i = first + lane / kRuns, rank = (c.rank + i) % num_ranks;
+      const uint32_t tokens = __shfl_sync(kAllLanes, tokens_of_ranks, rank);
+      uint32_t begins = i < num_ranks ? tokens & ~(tokens << 1) : 0;
+#pragma unroll
+      for (uint32_t run = 1; run < kRuns; ++run) begins = run <= lane % kRuns ? begins & (begins - 1) : begins;
+      if (!begins) continue;
+      const uint32_t token = __ffs(begins) - 1, length = __ffs(~(tokens >> token)) - 1;
+      bulk_store(to + shared.peers[word * kLanes + rank] + token * plane.row_bytes, from + token * plane.row_bytes,
+                 length * plane.row_bytes, policy);
+    }
   }
 }
 
@@ -304,9 +294,11 @@ __device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const S
 }
 
 __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Tile& tile,
-                                                     uint32_t num_tokens, uint32_t parity, Shared& shared) {
+                                                     uint32_t num_tokens, uint32_t parity, bool is_first,
+                                                     Shared& shared) {
   if (threadIdx.x / kLanes < num_serving_warps()) return serve_tile_warp(p, state, tile, parity, shared);
   if (threadIdx.x % kLanes == 0) load_tile(p, tile, shared);
+  if (is_first) keep_peers_warp(p.channel, shared);
   __syncthreads();
   if (state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
 }
@@ -317,26 +309,25 @@ template <bool kPhased>
 __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens,
                                                Shared& shared) {
   if (kPhased && threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
-#pragma unroll 1
-  for (uint32_t rank = threadIdx.x; rank < p.channel.num_ranks; rank += blockDim.x) {
-    shared.peers[rank] = p.channel.peers[rank];
-  }
   uint32_t parity = 0;
 #pragma unroll 1
   for (uint32_t first = blockIdx.x * kTileTokens; first < num_tokens; first += gridDim.x * kTileTokens) {
-    if (first != blockIdx.x * kTileTokens) {  // the same memory takes another tile
+    const bool is_first = first == blockIdx.x * kTileTokens;
+    if (!is_first) {  // the same memory takes another tile
       if constexpr (kPhased) bulk_wait_read();
       __syncthreads();
     }
     const uint32_t left = num_tokens - first;
     const Tile tile{first, left < kTileTokens ? left : kTileTokens};
     if constexpr (kPhased) {
-      send_tile_phased_cta(p, state, tile, num_tokens, parity, shared);
+      send_tile_phased_cta(p, state, tile, num_tokens, parity, is_first, shared);
       parity ^= 1;
     } else {
-      send_tile_general_cta(p, state, tile, num_tokens, shared);
+      send_tile_general_cta(p, state, tile, num_tokens, is_first, shared);
     }
   }
+  const bool has_no_tile = blockIdx.x * kTileTokens >= num_tokens;
+  if (has_no_tile && threadIdx.x >= blockDim.x - kLanes) keep_peers_warp(p.channel, shared);
   if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 }
 

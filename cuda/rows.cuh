@@ -33,6 +33,21 @@ __device__ __forceinline__ uint32_t ld_row_word(const RowSource& s, uint32_t tok
   return at ? *static_cast<const uint32_t*>(at) : 0;
 }
 
+// Vector `index` of a row that is no whole aligned vectors.
+static __device__ __noinline__ Vector ld_row_narrow(const RowSource& s, uint32_t token, uint32_t index) {
+  Vector v;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) v.words[i] = ld_row_word(s, token, 4 * index + i);
+  return v;
+}
+
+// Vector `index` of a token's row.
+__device__ __forceinline__ Vector ld_row_vector(const RowSource& s, uint32_t token, uint32_t index) {
+  const char* row = static_cast<const char*>(s.rows) + static_cast<uint64_t>(token) * s.num_bytes;
+  const bool is_whole = s.align_bytes == kVectorBytes && (index + 1) * kVectorBytes <= s.num_bytes;
+  return is_whole ? reinterpret_cast<const Vector*>(row)[index] : ld_row_narrow(s, token, index);
+}
+
 // Address of a row in the plane [source rank, max_tokens, row_bytes] at `offset`, in the channel at `peer`.
 __device__ __forceinline__ char* row_in(const Channel& c, uint64_t peer, uint64_t offset, uint32_t row_bytes,
                                         uint32_t source, uint32_t token) {
