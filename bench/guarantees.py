@@ -31,6 +31,7 @@ from tests.test_native import build, write_plan  # noqa: E402
 FAULTS = {
     "no_cta_release": "no release of a CTA before the counter",
     "no_release": "no release at system scope before the flag",
+    "no_bulk_wait": "no wait for bulk stores before the release",
     "no_acquire": "no acquire in a second CTA of the kernel that waits",
     "flag_first": "the flag before the rows",
     "no_end_wait": "round n+1 sent before the peer's end of round n",

@@ -328,7 +328,9 @@ __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const St
   }
   const bool has_no_tile = blockIdx.x * kTileTokens >= num_tokens;
   if (has_no_tile && threadIdx.x >= blockDim.x - kLanes) keep_peers_warp(p.channel, shared);
+#if !defined(EP_A2A_FAULT_no_bulk_wait)
   if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
+#endif
 }
 
 static __device__ __noinline__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {

@@ -10,7 +10,8 @@
 //     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch
 //               behind its own flags); ld_acquire_sys                                            [dispatch_flag.reader]
 //     meaning   all rows and bitmap words of round n from `source` are visible                  [dispatch_flag.meaning]
-//     chain     rows -> CTA barrier -> acquire-release add on send_counter (GPU scope) by one thread -> the last
+//     chain     rows, those of bulk copies waited for by the threads that committed them -> CTA barrier ->
+//               acquire-release add on send_counter (GPU scope) by one thread, if there are more CTAs -> the last
 //               CTA sees all adds -> CTA barrier -> release at system scope -> flag               [dispatch_flag.chain]
 //     reuse     round n+1: its writer has passed its wait for end_flag n of the owner, which the owner stores
 //               after it read this word                                                           [dispatch_flag.reuse]

@@ -215,7 +215,7 @@ def test_a_sample_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = clock.capture(lambda: said.append("captured"))
     sample = harness.Sample(replay, (lambda: said.append("before"),), (lambda: said.append("after"),))
     assert clock.times_us(sample, 2, 1, lambda: said.append("level")) == [500.0, 500.0]
-    once = ["level", "lead", "before", "event", "replay", "event", "after", "wait"]
+    once = ["level", "lead", "before", "event", "replay", "event", "wait", "after", "wait"]
     assert said == ["captured", "wait", *once * 3] and (clock.num_samples, clock.num_late) == (3, 0)
 
 

@@ -110,7 +110,9 @@ def test_a_rank_that_closes_alone_shifts_nobody(kind):
 
 
 def _late(group):
-    rank = world.resolve(group).rank
+    ranks = world.resolve(group)
+    rank = ranks.rank
+    ranks.barrier("both have started", PATIENCE_S)  # a process may take longer than the deadline that follows
     a2a = ep_a2a.connect(config(first_timeout_s=2), group)
     if rank == 1:
         time.sleep(2.5)
