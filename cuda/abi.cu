@@ -245,17 +245,21 @@ const char* ep_a2a_error_text(int error) {
 
 int ep_a2a_load() {
 #if defined(__CUDACC__)
-  for (const KernelNode* node = KernelNode::first; node; node = node->next) {
+  int device = 0, most_shared = 0;  // some GPUs have less than kMaxSharedBytes
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int wanted = most_shared < kMaxSharedBytes ? most_shared : kMaxSharedBytes;
+  for (const KernelNode* node = KernelNode::first; node && !error; node = node->next) {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, node->kernel);
-    const int dynamic_bytes = kMaxSharedBytes - static_cast<int>(attributes.sharedSizeBytes);
-    if (!error) {
-      error = cudaFuncSetAttribute(node->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes);
-    }
-    if (error) return static_cast<int>(error);
+    error = cudaFuncGetAttributes(&attributes, node->kernel);
+    if (error) break;
+    const int dynamic_bytes = wanted - static_cast<int>(attributes.sharedSizeBytes);
+    error = cudaFuncSetAttribute(node->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes);
   }
-#endif
+  return static_cast<int>(error);
+#else
   return 0;
+#endif
 }
 
 uint64_t ep_a2a_capture_id([[maybe_unused]] void* stream) {

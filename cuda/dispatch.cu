@@ -145,7 +145,10 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
       vectors[b] = ld_row_vector(p.sources[plane], row, v);
       to[b] = row_in(c, 0, at.offset, at.row_bytes, c.rank, row) + v * kVectorBytes;
     }
-    if (first == lane) mask = make_mask_warp(p, tile, token, id, shared);
+    if (first == lane) {
+      mask = make_mask_warp(p, tile, token, id, shared);
+      if (c.mask_words > 1) __syncwarp();  // all lanes read the other words; a vote alone orders no memory
+    }
     is_left = __any_sync(kAllLanes, is_left);
     if (!state.may_send()) continue;
 #pragma unroll 1

@@ -59,7 +59,7 @@ void block();
 namespace simt {
 
 // Do votes and shuffles order memory, as __syncwarp does? They need not on a GPU.
-#if defined(EP_A2A_HOSTILE)
+#if defined(EP_A2A_HOSTILE) || defined(SIMT_TSAN)
 constexpr bool kVotesOrder = false;
 #else
 constexpr bool kVotesOrder = true;

@@ -252,7 +252,7 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     uint64_t waited_ns = 0, timeout_ns = 0;
     if (sees_time) {
       const uint64_t now = __shfl_sync(kAllLanes, time_ns(), 0);
-      if (num_polls == 1) start = now;
+      if (!start) start = now;  // once: the number of polls wraps within the hour
       waited_ns = now - start;
       timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
     }

@@ -24,6 +24,7 @@ CONFIGS = {
     "nvfp4": Config(num_experts=10, top_k=5, hidden=512, max_tokens=16, combine=FP32),
     "bf16": Config(num_experts=9, top_k=6, hidden=64, max_tokens=37, payload=BF16, extra_planes=(5, 700)),
 }
+WIDE = "nvfp4, masks of 128 ranks"  # not one of CONFIGS: a plan
 Done = subprocess.CompletedProcess[str]
 TSAN_REPORT = "WARNING: ThreadSanitizer: data race"
 
@@ -61,8 +62,11 @@ def build(name: str, sanitizer: str = "", fault: str = "", hostile: bool = False
     return ROOT / f"build/bin{suffix}"
 
 
-def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
-    """The layout of a configuration as soak.cpp reads it: lines of a name and its values."""
+def write_plan(path: Path, config: Config, num_ranks: int, mask_words: int | None = None) -> Path:
+    """The layout of a configuration as soak.cpp reads it: lines of a name and its values.
+
+    mask_words  more than the ranks need: kernels go the way of many ranks, in no more threads than a sanitizer allows
+    """
     lay = _layout.layout(config, num_ranks)
     split = _layout.phased_split(config.payload, config.hidden, config.top_k, num_ranks, config.extra_planes)
     assert isinstance(split, PhasedSplit)
@@ -70,7 +74,7 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
     copy_threads = _layout.copy_threads(lay.outbox_row.row_bytes)
     lines: list[tuple[str | int, ...]] = [
         ("shape", num_ranks, config.num_experts, config.top_k, config.hidden, config.max_tokens, number),
-        ("strides", lay.bitmap_words, lay.mask_words, lay.outbox_row.row_bytes),
+        ("strides", lay.bitmap_words, mask_words or lay.mask_words, lay.outbox_row.row_bytes),
         ("flags", lay.dispatch_flags_offset, lay.end_flags_offset, lay.abort_words_offset),
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
@@ -89,7 +93,8 @@ def write_plan(path: Path, config: Config, num_ranks: int) -> Path:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("plans")
-    return {name: write_plan(folder / name, config, NUM_RANKS) for name, config in CONFIGS.items()}
+    made = {name: write_plan(folder / name, config, NUM_RANKS) for name, config in CONFIGS.items()}
+    return made | {WIDE: write_plan(folder / WIDE, CONFIGS["nvfp4"], NUM_RANKS, mask_words=4)}
 
 
 def fixed_addresses() -> list[object]:
@@ -145,7 +150,7 @@ class TestSanitizers:
     def test_kernels_and_fibers(self, folder: Path, name: str) -> None:
         print(expect_success(run_program(folder / name, timeout_s=300)))
 
-    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize("name", [*CONFIGS, WIDE])
     def test_soak(self, folder: Path, plans: dict[str, Path], name: str) -> None:
         print(expect_success(soak(folder, plans[name], 100, 2, 2)))
 

@@ -221,12 +221,19 @@ void warp_orders_kernel(Words p) {
   const unsigned half = threadIdx.x / 16;
   for (unsigned i = 0; i < 16; ++i) {
     if (threadIdx.x % 16 == i) p.out[half] += 1;
+    __syncwarp(mask);
     CHECK(__reduce_add_sync(mask, 1) == 16);
     CHECK(p.out[half] == i + 1);
     CHECK(__ballot_sync(mask, i % 2) == (i % 2 ? mask : 0));
+    __syncwarp(mask);
   }
   __syncwarp();
   if (threadIdx.x % 32 == 7) p.out[8 + half] = p.out[half / 2 * 2] + p.out[half / 2 * 2 + 1];
+}
+void votes_race_kernel(Words p) {  // a vote brings lanes together, but orders no memory
+  if (threadIdx.x == 1) p.out[0] = 1;
+  CHECK(__any_sync(0xffffffffu, threadIdx.x % 32 == 3));
+  if (threadIdx.x == 2) p.out[1] = p.out[0];
 }
 void blocks_race_kernel(Words p) {  // the second block starts when the first has ended
   if (threadIdx.x == blockIdx.x) p.out[blockIdx.x] = p.out[0];
@@ -266,6 +273,7 @@ void races() {
   test("race: two halves of a warp", [] { expect_race(true, halves_race_kernel, 1, 32); });
   test("race: two blocks, one after the other", [] { expect_race(true, blocks_race_kernel, 2, 256); });
   test("race: a relaxed counter of blocks", [] { expect_race(true, relaxed_counter_kernel, 4, 1); });
+  test("race: a vote", [] { expect_race(true, votes_race_kernel, 1, 32); });
   test("no race: barriers", [] { expect_race(false, barrier_orders_kernel, 1, 96); });
   test("no race: warp operations", [] { expect_race(false, warp_orders_kernel, 1, 64); });
   test("no race: shared memory of many blocks", [] { expect_race(false, shared_kernel, 20, 256); });
