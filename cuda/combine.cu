@@ -204,7 +204,10 @@ __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
       st_group<kNumber>(out, v, sum);
     }
   }
-  if (last_cta(&c.state->pull_counter) && alive && threadIdx.x == 0) st_word(&c.state->half_rounds, half_rounds + 1);
+  bool done = alive;
+  if (last_cta(&c.state->pull_counter, done) && done && threadIdx.x == 0) {
+    st_word(&c.state->half_rounds, half_rounds + 1);
+  }
 }
 
 }  // namespace

@@ -365,19 +365,20 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   Shared& shared = *static_cast<Shared*>(shared_memory());
   send_tiles_cta<kPhased>(p, state, num_tokens, shared);
 
-  if (!last_cta(&c.state->send_counter)) return;
-  if (state.may_send() && threadIdx.x == blockDim.x - 1) {  // of another warp than the flags', if there is one
+  bool sent = state.may_send();
+  if (!last_cta(&c.state->send_counter, sent)) return;
+  if (sent && threadIdx.x == blockDim.x - 1) {  // of another warp than the flags', if there is one
     record_bad_inputs(p, wanted_tokens);
     st_word(&c.state->num_tokens, static_cast<int32_t>(num_tokens));
     st_word(&c.state->half_rounds, state.half_rounds + 1);
   }
   if (threadIdx.x >= kLanes) return;
-  if (state.may_send()) {
+  if (sent) {
     publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens, shared.peers);
-  } else if (state.alive) {
+  } else if (state.alive && state.half_rounds % 2) {
     fail_misuse_warp(c, kPhaseDispatch, state.epoch());
   }
-  if (p.waits) wait_for_rows_warp(c, state.may_send(), state.epoch(), shared.peers[c.rank]);
+  if (p.waits) wait_for_rows_warp(c, sent, state.epoch(), shared.peers[c.rank]);
 }
 
 }  // namespace

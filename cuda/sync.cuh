@@ -91,14 +91,27 @@ __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, 
 }
 
 // True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
-__device__ __forceinline__ bool last_cta(uint32_t* counter) {
-  __syncthreads();
+// `done` becomes whether all threads of the grid came with true: another kernel may end the channel while they start.
+__device__ __forceinline__ bool last_cta(uint32_t* counter, bool& done) {
+  done = __syncthreads_and(done);
   if (gridDim.x == 1) return true;
-  bool last = false;
-  if (threadIdx.x == 0) last = atom_add_acq_rel_gpu(counter, 1) == gridDim.x - 1;
+  constexpr uint32_t kNotDone = 1u << 17;  // above the CTAs of any grid
+  bool last = false, missing = false;
+  if (threadIdx.x == 0) {
+    const uint32_t own = done ? 1 : 1 + kNotDone, all = atom_add_acq_rel_gpu(counter, own) + own;
+    last = all % kNotDone == gridDim.x;
+    missing = all >= kNotDone;
+  }
   last = __syncthreads_or(last);
-  if (last && threadIdx.x == 0) st_word(counter, 0u);
-  return last;
+  if (!last) return false;
+  done = !__syncthreads_or(missing);
+  if (threadIdx.x == 0) st_word(counter, 0u);
+  return true;
+}
+
+__device__ __forceinline__ bool last_cta(uint32_t* counter) {
+  bool done = true;
+  return last_cta(counter, done);
 }
 
 struct Why {  // a channel's end, as one warp found it; equal in all its lanes

@@ -39,9 +39,10 @@ class A2A:
         self.layout = _layout.layout(config, group.size)
         self.local_experts = _layout.local_experts(group.rank, config.num_experts, group.size)
         self._closed = False
-        self._split = _layout.phased_split(config.payload, config.hidden, config.top_k, group.size, config.extra_planes)
         timeout_s = config.first_timeout_s
         self.device, self.library = _agree(config, group, device, timeout_s)
+        shape = config.payload, config.hidden, config.top_k, group.size, config.extra_planes
+        self._split = _layout.phased_split(*shape, _device.shared_bytes(self.device))
         on_gpu = self.device.type == "cuda"
         # For what must not wait for the round. Streams of torch are lent again and again: this kind holds no waits.
         self._side = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None

@@ -235,13 +235,12 @@ class Channel:
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
         self._num_rounds += 1
-        self.stage = Stage.SENT  # first: an exception from a signal may come between any two lines
+        self.stage, self.waits_already = Stage.SENT, and_wait  # first: a signal's exception may come between two lines
         try:
             self._library.dispatch_send(params, stream)
         except EpError:
-            self.stage = Stage.CLOSED
+            self.stage, self.waits_already = Stage.CLOSED, False
             raise
-        self.waits_already = and_wait
         return handle
 
     def wait(self, phase: int, then: Stage) -> None:
@@ -302,9 +301,12 @@ class Channel:
 
     def signal_end(self, phase: int, and_wait: bool) -> None:
         """Tell the peers that this rank has ended the round; `and_wait`: what launches it also waits for them."""
-        self._end(phase, signals=True, waits=and_wait)
-        self.waits_already = and_wait
-        self.stage = Stage.ENDING
+        before, self.stage, self.waits_already = self.stage, Stage.ENDING, and_wait  # first: as in `send`
+        try:
+            self._end(phase, signals=True, waits=and_wait)
+        except EpError:
+            self.stage, self.waits_already = before, False
+            raise
 
     def _end(self, phase: int, signals: bool, waits: bool) -> None:
         params = self._wait[phase]

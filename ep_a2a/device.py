@@ -12,6 +12,7 @@ import torch
 
 from ep_a2a import world
 from ep_a2a.errors import EpError
+from ep_a2a.layout import MAX_SHARED_BYTES
 from ep_a2a.rendezvous import host_key
 
 CPU = torch.device("cpu")
@@ -163,6 +164,13 @@ def check_current(device: torch.device, what: str) -> None:
 def is_current(device: torch.device) -> bool:
     """Is it torch's current GPU? Local; cheaper than torch.cuda.current_device."""
     return bool(torch._C._cuda_getDevice() == device.index)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that a CTA can have. Local."""
+    if device.type != "cuda":
+        return MAX_SHARED_BYTES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MAX_SHARED_BYTES))
 
 
 def current_stream(device: torch.device) -> int:

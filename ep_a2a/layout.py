@@ -344,12 +344,17 @@ class NoSplit:
 
 
 def phased_split(
-    payload: Format, hidden: int, top_k: int, num_ranks: int, extra_planes: Sequence[int] = ()
+    payload: Format,
+    hidden: int,
+    top_k: int,
+    num_ranks: int,
+    extra_planes: Sequence[int] = (),
+    shared_bytes: int = MAX_SHARED_BYTES,
 ) -> PhasedSplit | NoSplit:
     """Divide a CTA's warps over the planes of a payload, so that a warp computes the addresses of one plane only.
 
     A CTA holds the rows of a tile of tokens in shared memory, plane behind plane, and warp i sends plane i from there.
-    Local; any stream; no device.
+    `shared_bytes` is what the GPU allows a CTA. Local; any stream; no device.
 
     Returns the split, or `NoSplit` with the reason: one token's rows do not fit a CTA's share of shared memory.
     """
@@ -362,7 +367,7 @@ def phased_split(
     row_bytes = [plane.row_bytes for plane in planes(payload, hidden, top_k, extra_planes)]
     if len(row_bytes) > MAX_PLANES:
         return NoSplit(f"{len(row_bytes)} planes, at most {MAX_PLANES} are served")
-    most = (MAX_SHARED_BYTES - TILE_START) // TILE_TOKENS
+    most = (min(shared_bytes, MAX_SHARED_BYTES) - TILE_START) // TILE_TOKENS
     if sum(row_bytes) > most:
         return NoSplit(f"a token's rows are {sum(row_bytes)} bytes, more than the {most} of a tile in shared memory")
     return PhasedSplit(
