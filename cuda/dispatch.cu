@@ -280,15 +280,28 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const T
   }
 }
 
-// A serving warp's part of a tile, from ids to rows on their way.
-__device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const State& state, const Tile& tile,
-                                                uint32_t parity, Shared& shared) {
-  make_masks(p, tile, shared);
-  each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
-  fence_proxy_async();  // bulk copies read what threads have written
+// What comes before the barrier of a tile: its masks and rows in shared memory, or on their way there.
+__device__ __forceinline__ void stage_tile_warp(const DispatchParams& p, const Tile& tile, bool serves, bool is_first,
+                                                Shared& shared) {
+  if (serves) {
+    make_masks(p, tile, shared);
+    each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
+    fence_proxy_async();  // bulk copies read what threads have written
+  } else {
+    if (threadIdx.x % kLanes == 0) load_tile(p, tile, shared);
+    if (is_first) keep_peers_warp(p.channel, shared);
+  }
+}
+
+__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Tile& tile,
+                                                     uint32_t num_tokens, uint32_t parity, bool is_first,
+                                                     Shared& shared) {
+  const bool serves = threadIdx.x / kLanes < num_serving_warps();
+  stage_tile_warp(p, tile, serves, is_first, shared);
   __syncthreads();
-  barrier_wait(&shared.loaded, parity);
+  if (serves) barrier_wait(&shared.loaded, parity);
   if (!state.may_send()) return;
+  if (!serves) return send_bitmap_warp(p.channel, tile, num_tokens, shared);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
     send_plane_warp(p, tile, shared, p.planes[i]);
@@ -296,22 +309,15 @@ __device__ __forceinline__ void serve_tile_warp(const DispatchParams& p, const S
   bulk_commit();
 }
 
-__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Tile& tile,
-                                                     uint32_t num_tokens, uint32_t parity, bool is_first,
-                                                     Shared& shared) {
-  if (threadIdx.x / kLanes < num_serving_warps()) return serve_tile_warp(p, state, tile, parity, shared);
-  if (threadIdx.x % kLanes == 0) load_tile(p, tile, shared);
-  if (is_first) keep_peers_warp(p.channel, shared);
-  __syncthreads();
-  if (state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
-}
-
 // ---- both --------------------------------------------------------------------------------------------------------
 
 template <bool kPhased>
 __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens,
                                                Shared& shared) {
-  if (kPhased && threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
+  if constexpr (kPhased) {
+    if (threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
+    __syncthreads();
+  }
   uint32_t parity = 0;
 #pragma unroll 1
   for (uint32_t first = blockIdx.x * kTileTokens; first < num_tokens; first += gridDim.x * kTileTokens) {

@@ -129,6 +129,10 @@ class TestPlain:
     def test_soak(self, folder: Path, plans: dict[str, Path], name: str) -> None:
         print(expect_success(soak(folder, plans[name], 300, 1, 2)))
 
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_a_channel_that_ends_while_a_dispatch_starts(self, folder: Path, plans: dict[str, Path], name: str) -> None:
+        print(expect_success(run_program(folder / "leave", plans[name])))
+
     @pytest.mark.parametrize(("num_ranks", "hidden", "num_rounds"), [(40, 32, 60), (128, 7168, 5)])
     def test_soak_of_many_ranks(
         self, folder: Path, tmp_path: Path, num_ranks: int, hidden: int, num_rounds: int
