@@ -7,13 +7,13 @@
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
 // one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
 //
-//   general  a warp takes a token and serves every plane, through its registers; any row. For few tokens
+//   general  a warp takes a token and serves every plane, through its registers; for rows too wide for a tile
 //   phased   warp i serves plane i, whose rows lie in shared memory: it sends runs by bulk copies, a lane for each, all
 //            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. The last
 //            warp fetches the tile and sends the bitmap
 //
-// For a few tokens the time is that of one path through the kernel, most of it that its instructions take to come from
-// memory. So what is rare is out of line, and loops that move no rows are not unrolled.
+// For a few tokens the time is that of one path through the kernel. So what does not depend on another is under way
+// together, what is rare is out of line, and loops that move no rows are not unrolled.
 //
 // Writes: planes, bitmap and flag of this rank at every peer (window: until the peer's dispatch wait ends); masks,
 // counts and round of the own state. Reads: the caller's tensors.
