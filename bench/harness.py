@@ -152,7 +152,7 @@ class GraphClock:
                 if level is None:
                     for work in sample.before:
                         work()
-                    torch.cuda.synchronize()  # graphs queued beside it slow it: 3 us on an H200
+                    torch.cuda.synchronize()  # graphs that are queued beside it slow it
                 else:
                     level()
                 torch.cuda._sleep(int(LEAD_US * CYCLES_PER_US))

@@ -19,16 +19,7 @@
 
 namespace {
 
-#define CUDA(call)                                                                                    \
-  do {                                                                                                \
-    if (const cudaError_t error_ = static_cast<cudaError_t>(call)) {                                  \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::fflush(stdout);                                                                            \
-      _exit(2);                                                                                       \
-    }                                                                                                 \
-  } while (false)
-
-constexpr uint32_t kVectorBytes = sizeof(Vector), kRowBytes = 1344;  // a row of NVFP4, H2048 K22, with all its planes
+constexpr uint32_t kRowBytes = 1344;  // a row of NVFP4, H2048 K22, with all its planes
 constexpr uint32_t kPieceBytes = 16384, kSlots = 8, kFlagRounds = 10'000, kRepeats = 20;
 constexpr uint64_t kMostBytes = 256u << 20, kLeastBytes = 16u << 20;
 constexpr uint64_t kFlagTimeoutNs = 2'000'000'000;

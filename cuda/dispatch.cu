@@ -299,7 +299,7 @@ __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, co
   const bool serves = threadIdx.x / kLanes < num_serving_warps();
   stage_tile_warp(p, tile, serves, is_first, shared);
   __syncthreads();
-  if (serves) barrier_wait(&shared.loaded, parity);
+  if (serves) barrier_wait(&shared.loaded, parity);  // without a deadline: for copies of its own rows alone
   if (!state.may_send()) return;
   if (!serves) return send_bitmap_warp(p.channel, tile, num_tokens, shared);
 #pragma unroll 1

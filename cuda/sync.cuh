@@ -259,7 +259,7 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
                  *abort_words = reinterpret_cast<const uint64_t*>(own + c.abort_words_offset);
   uint64_t start = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
-    // A look at the clock takes longer than one at a flag, so there is none where nobody is late, and later only some.
+    // Where nobody is late there is no look at the clock, and later one in a few.
     // The time is older than what is seen below: a rank that stood still past its deadline sees that it was given up.
     const bool sees_time = num_polls % kPollsPerTime == 1;
     uint64_t waited_ns = 0, timeout_ns = 0;

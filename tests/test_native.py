@@ -80,6 +80,7 @@ def write_plan(path: Path, config: Config, num_ranks: int, mask_words: int | Non
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
         ("threads", copy_threads),
         ("tile", _layout.TILE_START, split.token_bytes),
+        ("shares", *_layout.shares(config.num_experts, num_ranks)),
         ("ids_plane", [plane.name for plane in lay.planes].index("ids")),
     ]
     starts = [_layout.first_expert(rank, config.num_experts, num_ranks) for rank in range(num_ranks + 1)]

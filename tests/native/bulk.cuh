@@ -1,7 +1,21 @@
 // bulk.cuh: what programs that try or time bulk copies need beyond the library's own.
 #pragma once
 
+#include <cstdio>
+
+#include <unistd.h>
+
 #include "ptx.cuh"
+
+// Ends the program where a call of CUDA fails.
+#define CUDA(call)                                                                                    \
+  do {                                                                                                \
+    if (const cudaError_t error_ = static_cast<cudaError_t>(call)) {                                  \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::fflush(stdout);                                                                            \
+      _exit(2);                                                                                       \
+    }                                                                                                 \
+  } while (false)
 
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {

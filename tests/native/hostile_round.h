@@ -275,21 +275,11 @@ void Seat::poison_outbox() { launch<poison_outbox_kernel>(1, kThreads, 0, nullpt
 
 void Seat::send(bool and_wait) {
   const uint64_t h = script.draw('s', rank, round);
-  DispatchParams params{};
-  params.struct_bytes = sizeof params;
-  params.num_planes = static_cast<uint32_t>(plan.planes.size());
+  DispatchParams params = plan.dispatch(channel, h % 8 == 0, 64 << h / 32 % 2);
   params.num_rows = script.num_rows(rank, round);
-  params.top_k = plan.top_k;
-  params.num_experts = plan.num_experts;
-  params.ids_plane = plan.ids_plane;
-  params.experts_per_rank = plan.num_experts / plan.num_ranks;
-  params.num_longer_ranks = plan.num_experts % plan.num_ranks;
-  plan.choose(params, h % 8 == 0, 64 << h / 32 % 2);
   params.num_ctas = 1 + h / 8 % 3;
-  params.channel = channel;
   for (uint32_t p = 0; p < plan.planes.size(); ++p) {
     const PlanPlane& plane = plan.planes[p];
-    params.planes[p] = {plane.offset, plane.row_bytes, plane.tile_offset};
     char* rows = sources[p].get();
     std::vector<char> row(plane.row_bytes);
     for (uint32_t t = 0; t < params.num_rows; ++t) {
@@ -439,22 +429,7 @@ Seat::Seat(World& world_, uint32_t rank_, uint32_t channel_index, uint64_t seed)
   for (const uint64_t offset : {plan.dispatch_flags, plan.end_flags, plan.abort_words}) {
     std::memset(region + offset, 0, 8 * plan.num_ranks);
   }
-  channel = {.peers = world.peers[channel_index].data(),
-             .state = state,
-             .status = &status,
-             .inputs = inputs,
-             .rank = rank,
-             .num_ranks = plan.num_ranks,
-             .max_tokens = plan.max_tokens,
-             .bitmap_words = plan.bitmap_words,
-             .mask_words = plan.mask_words,
-             .reserved = 0,
-             .dispatch_flags_offset = plan.dispatch_flags,
-             .end_flags_offset = plan.end_flags,
-             .abort_words_offset = plan.abort_words,
-             .bitmap_offset = plan.bitmap,
-             .source_counts_offset = plan.source_counts,
-             .masks_offset = plan.masks};
+  channel = plan.channel(world.peers[channel_index].data(), state, &status, inputs, rank);
   for (const PlanPlane& plane : plan.planes) {
     sources.push_back(allocate(size_t{plan.max_tokens} * plane.source_bytes + 16, 0));
   }

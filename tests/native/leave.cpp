@@ -25,54 +25,29 @@ struct Seat {
   std::vector<float> tail;
   Status status{};
   InputRecord inputs[kNumBadInputs] = {};
-  DispatchParams params{};
 
   explicit Seat(const Plan& p)
       : plan(p), region(p.channel_bytes / 16 + 1), state(p.state_bytes / 16 + 1), tail(p.max_tokens, 1.0f) {
     peers.assign(plan.num_ranks, reinterpret_cast<uint64_t>(region.data()));
     g_state = reinterpret_cast<ChannelState*>(state.data());
     g_state->bad_routing = ~uint64_t{0};
-    params.struct_bytes = sizeof params;
-    params.num_planes = static_cast<uint32_t>(plan.planes.size());
+  }
+
+  void run(bool phased) {
+    DispatchParams params = plan.dispatch(plan.channel(peers.data(), g_state, &status, inputs, 0), phased, 64);
     params.num_rows = 2 * kTileTokens;
-    params.top_k = plan.top_k;
-    params.num_experts = plan.num_experts;
-    params.experts_per_rank = plan.num_experts / plan.num_ranks;
-    params.num_longer_ranks = plan.num_experts % plan.num_ranks;
-    params.ids_plane = plan.ids_plane;
     params.num_ctas = 2;
     params.waits = 1;
-    params.channel = {.peers = peers.data(),
-                      .state = g_state,
-                      .status = &status,
-                      .inputs = inputs,
-                      .rank = 0,
-                      .num_ranks = plan.num_ranks,
-                      .max_tokens = plan.max_tokens,
-                      .bitmap_words = plan.bitmap_words,
-                      .mask_words = plan.mask_words,
-                      .reserved = 0,
-                      .dispatch_flags_offset = plan.dispatch_flags,
-                      .end_flags_offset = plan.end_flags,
-                      .abort_words_offset = plan.abort_words,
-                      .bitmap_offset = plan.bitmap,
-                      .source_counts_offset = plan.source_counts,
-                      .masks_offset = plan.masks};
     uint32_t widest = 0;
     for (const PlanPlane& plane : plan.planes) widest = widest < plane.row_bytes ? plane.row_bytes : widest;
     rows.resize(params.num_rows * (widest / 16 + 1));  // zeros: every token goes to expert 0
     params.topk_ids = reinterpret_cast<const int32_t*>(rows.data());
     for (uint32_t i = 0; i < params.num_planes; ++i) {
       const PlanPlane& plane = plan.planes[i];
-      params.planes[i] = {plane.offset, plane.row_bytes, plane.tile_offset};
       params.sources[i] = {rows.data(), plane.tail_bytes ? tail.data() : nullptr, plane.source_bytes, 4, 1, 0};
       if (i != plan.ids_plane && i != plan.ids_plane + 1) params.narrow_planes |= 1u << i;
     }
-  }
-
-  void run(bool phased) {
     g_ended = false;
-    plan.choose(params, phased, 64);
     int32_t* counts = reinterpret_cast<int32_t*>(reinterpret_cast<char*>(g_state) + plan.source_counts);
     for (uint32_t source = 0; source < plan.num_ranks; ++source) counts[source] = -1;
     simt::g_hook.store(end_channel);

@@ -21,15 +21,6 @@ namespace {
 
 constexpr uint32_t kBatch = 100;  // rounds of a graph
 
-#define CUDA(call)                                                                                    \
-  do {                                                                                                \
-    if (const cudaError_t error_ = static_cast<cudaError_t>(call)) {                                  \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::fflush(stdout);                                                                            \
-      _exit(2);                                                                                       \
-    }                                                                                                 \
-  } while (false)
-
 enum class End { kInOrder, kEarly, kRelaxed, kAbort };  // the second and third: controls
 
 struct Litmus {

@@ -80,22 +80,7 @@ Rank::Rank(const Script& script, uint32_t rank, const std::vector<uint64_t>& pee
   ChannelState* state = reinterpret_cast<ChannelState*>(state_.get());
   state->bad_routing = ~uint64_t{0};
   state->timeout_ns = state->first_timeout_ns = kTimeoutNs;
-  channel_ = {.peers = peers.data(),
-              .state = state,
-              .status = &status_,
-              .inputs = inputs_,
-              .rank = rank,
-              .num_ranks = plan_.num_ranks,
-              .max_tokens = plan_.max_tokens,
-              .bitmap_words = plan_.bitmap_words,
-              .mask_words = plan_.mask_words,
-              .reserved = 0,
-              .dispatch_flags_offset = plan_.dispatch_flags,
-              .end_flags_offset = plan_.end_flags,
-              .abort_words_offset = plan_.abort_words,
-              .bitmap_offset = plan_.bitmap,
-              .source_counts_offset = plan_.source_counts,
-              .masks_offset = plan_.masks};
+  channel_ = plan_.channel(peers.data(), state, &status_, inputs_, rank);
   size_t widest = 0;
   for (const PlanPlane& plane : plan_.planes) {
     sources_.push_back(allocate(size_t{plan_.max_tokens} * plane.source_bytes + 16, 0));
@@ -139,7 +124,6 @@ void Rank::loiter(char where) const {
 void Rank::send_rows(DispatchParams& params) {
   for (uint32_t p = 0; p < plan_.planes.size(); ++p) {
     const PlanPlane& plane = plan_.planes[p];
-    params.planes[p] = {plane.offset, plane.row_bytes, plane.tile_offset};
     const uint32_t step = p == plan_.ids_plane ? 4 : 1;  // ids are read as numbers too
     char* rows = sources_[p].get() + (step << script_.draw('a', rank_, round_, p) % 4) % 16;
     for (uint32_t t = 0; t < params.num_rows; ++t) {
@@ -159,18 +143,9 @@ void Rank::send_rows(DispatchParams& params) {
 
 void Rank::dispatch() {
   const uint64_t h = script_.draw('s', rank_, round_);
-  DispatchParams params{};
-  params.struct_bytes = sizeof params;
-  params.num_planes = static_cast<uint32_t>(plan_.planes.size());
+  DispatchParams params = plan_.dispatch(channel_, h % 2, 64 << h / 16 % 3);
   params.num_rows = script_.num_rows(rank_, round_);
-  params.top_k = plan_.top_k;
-  params.num_experts = plan_.num_experts;
-  params.ids_plane = plan_.ids_plane;
-  params.experts_per_rank = plan_.num_experts / plan_.num_ranks;
-  params.num_longer_ranks = plan_.num_experts % plan_.num_ranks;
-  plan_.choose(params, h % 2, 64 << h / 16 % 3);
   params.num_ctas = 1 + h / 2 % 5;
-  params.channel = channel_;
   send_rows(params);
   count_ = script_.wanted_tokens(rank_, round_);
   params.num_tokens = script_.counts_on_device(rank_, round_) ? &count_ : nullptr;

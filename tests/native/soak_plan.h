@@ -22,18 +22,51 @@ struct Plan {
   uint32_t num_ranks = 0, num_experts = 0, top_k = 0, hidden = 0, max_tokens = 0, number = 0;
   uint32_t bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, copy_threads = 0;
   uint32_t tile_start = 0, token_bytes = 0;
-  uint32_t ids_plane = 0;
+  uint32_t ids_plane = 0, experts_per_rank = 0, num_longer_ranks = 0;
   uint64_t dispatch_flags = 0, end_flags = 0, abort_words = 0, bitmap = 0, outbox = 0, channel_bytes = 0;
   uint64_t source_counts = 0, masks = 0, state_bytes = 0;
   std::vector<uint32_t> first_expert;  // [num_ranks + 1]
   std::vector<PlanPlane> planes;
 
   explicit Plan(const char* path);
-  // The schedule of a dispatch.
-  void choose(DispatchParams& p, bool phased, uint32_t threads) const {
+  // A rank's channel.
+  Channel channel(const uint64_t* peers, ChannelState* state, Status* status, InputRecord* inputs,
+                  uint32_t rank) const {
+    return {.peers = peers,
+            .state = state,
+            .status = status,
+            .inputs = inputs,
+            .rank = rank,
+            .num_ranks = num_ranks,
+            .max_tokens = max_tokens,
+            .bitmap_words = bitmap_words,
+            .mask_words = mask_words,
+            .reserved = 0,
+            .dispatch_flags_offset = dispatch_flags,
+            .end_flags_offset = end_flags,
+            .abort_words_offset = abort_words,
+            .bitmap_offset = bitmap,
+            .source_counts_offset = source_counts,
+            .masks_offset = masks};
+  }
+  // A dispatch of a schedule, but for its rows.
+  DispatchParams dispatch(const Channel& channel, bool phased, uint32_t threads) const {
+    DispatchParams p{};
+    p.struct_bytes = sizeof p;
+    p.num_planes = static_cast<uint32_t>(planes.size());
+    p.top_k = top_k;
+    p.num_experts = num_experts;
+    p.experts_per_rank = experts_per_rank;
+    p.num_longer_ranks = num_longer_ranks;
+    p.ids_plane = ids_plane;
     p.phased = phased;
     p.num_threads = threads;
     p.shared_bytes = tile_start + (phased ? kTileTokens * token_bytes : 0);
+    p.channel = channel;
+    for (uint32_t i = 0; i < p.num_planes; ++i) {
+      p.planes[i] = {planes[i].offset, planes[i].row_bytes, planes[i].tile_offset};
+    }
+    return p;
   }
   uint32_t number_bytes() const { return number == kFp32 ? 4 : 2; }
 };
@@ -52,6 +85,7 @@ inline Plan::Plan(const char* path) {
     if (name == "threads") give(copy_threads);
     if (name == "tile") give(tile_start, token_bytes);
     if (name == "ids_plane") give(ids_plane);
+    if (name == "shares") give(experts_per_rank, num_longer_ranks);
     if (name == "first_expert") give(first_expert.emplace_back());
     if (name == "plane") {
       PlanPlane& p = planes.emplace_back();
