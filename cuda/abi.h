@@ -76,9 +76,9 @@ struct Channel {
   uint32_t max_tokens;
   uint32_t bitmap_words;  // per source rank
   uint32_t mask_words;    // per token
-  uint32_t reserved;
-  uint64_t dispatch_flags_offset;  // u64 [source rank]
-  uint64_t end_flags_offset;       // u64 [source rank]
+  uint32_t flag_parts;    // dispatch flags of a source
+  uint64_t dispatch_flags_offset;  // u64 [flag_parts, source rank], on a multiple of 16 bytes, to a whole number of pairs
+  uint64_t end_flags_offset;       // u64 [source rank], the same
   uint64_t abort_words_offset;     // u64 [source rank]
   uint64_t bitmap_offset;          // u32 [source rank, bitmap_words]
   uint64_t source_counts_offset;   // in the state: i32 [source rank]
@@ -90,6 +90,12 @@ struct Plane {
   uint64_t offset;       // of [source rank, max_tokens, row_bytes] in a channel
   uint32_t row_bytes;    // a multiple of 32
   uint32_t tile_offset;  // phased: of its rows in a tile, for each token of the tile
+};
+
+// n / d of any n below 2^31 is n * multiplier >> shift.
+struct Divisor {
+  uint32_t multiplier;
+  uint32_t shift;
 };
 
 // Where the rows of a plane come from on the sending rank.
@@ -110,8 +116,13 @@ struct DispatchParams {
   uint32_t num_experts;
   uint32_t experts_per_rank;  // the first num_longer_ranks own one more
   uint32_t num_longer_ranks;
-  uint32_t phased;  // 1 = phased schedule, 0 = general
-  uint32_t num_ctas;
+  Divisor per_longer_rank;  // experts_per_rank + 1
+  Divisor per_rank;         // experts_per_rank; any, where no rank owns so few
+  uint32_t phased;          // 1 = phased schedule, 0 = general
+  uint32_t num_ctas;        // a multiple of the shares
+  uint32_t shares_log2;     // a CTA sends to ranks r with r % 2^shares_log2 == its number in it; at most 5
+  uint32_t share_ranks;     // bit r % 32: rank r is of the first share
+  uint32_t flags_apart;     // 1 = each CTA raises flags of its own; then there are at most flag_parts of a share
   uint32_t num_threads;
   uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
   uint32_t waits;             // 1 = the last CTA waits for the rows of all peers

@@ -82,11 +82,11 @@ __global__ void leave_kernel(const __grid_constant__ WaitParams p) {
 
 // Waits for all peers to end this round; false, and the channel ends, if one ends it in another way than this rank.
 __device__ bool wait_for_ends_warp(const Channel& c, Phase phase, uint64_t epoch, uint64_t own) {
-  const uint64_t offset = c.end_flags_offset;
+  const Flags flags = end_flags(c);
   uint64_t seen = 0;
-  if (!wait_for_peers_warp(c, phase, offset, epoch, own, seen)) return false;
+  if (!wait_for_peers_warp(c, phase, flags, epoch, own, seen)) return false;
   const uint64_t other = min_source_warp(c, [&](uint32_t source) {
-    const uint64_t found = arrived_flag(c, offset, source, seen) & 0xff;
+    const uint64_t found = arrived_flag(c, flags, source, seen) & 0xff;
     return found == phase ? ~uint64_t{0} : uint64_t{source} << 8 | found;
   });
   if (other == ~uint64_t{0}) return true;

@@ -1,8 +1,11 @@
 // dispatch.cu: every token's row to each distinct rank that owns one of its experts.
 //
 //   send   each CTA walks over tiles of tokens: it turns their ids into destination masks, and stores their rows and
-//          bitmap; the last CTA opens the round, raises a flag at every peer, and waits for those of all peers
+//          bitmap; the last CTA raises the flags at every peer, opens the round, and waits for those of all peers
 //          (or a kernel of its own does, in combine.cu)
+//
+// Where tokens are few, several CTAs share a tile, each with ranks of its own, as one SM stores only so fast; and each
+// raises the flags of what it sent: no rows wait for other CTAs.
 //
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
 // one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
@@ -30,17 +33,23 @@ struct Shared {                             // of a CTA; the rows of a tile foll
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
+__device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& d) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(n) * d.multiplier >> d.shift);
+}
+
 // The rank of an id; ~0 where it is not that of an expert. Experts are owned in contiguous runs; the first
 // `num_longer_ranks` ranks own one more (layout.first_expert).
-static __device__ __noinline__ uint32_t rank_of(int32_t id, uint32_t num_experts, uint32_t experts_per_rank,
-                                                uint32_t num_longer_ranks) {
-  if (id < 0 || id >= static_cast<int32_t>(num_experts)) return ~0u;
-  const uint32_t expert = static_cast<uint32_t>(id), longer = num_longer_ranks * (experts_per_rank + 1);
-  if (expert < longer) return expert / (experts_per_rank + 1);
-  return num_longer_ranks + (expert - longer) / experts_per_rank;
-}
 __device__ __forceinline__ uint32_t rank_of(const DispatchParams& p, int32_t id) {
-  return rank_of(id, p.num_experts, p.experts_per_rank, p.num_longer_ranks);
+  const uint32_t expert = static_cast<uint32_t>(id), longer = p.num_longer_ranks * (p.experts_per_rank + 1);
+  const uint32_t in_longer = quotient(expert, p.per_longer_rank), in_others = quotient(expert - longer, p.per_rank);
+  if (id < 0 || id >= static_cast<int32_t>(p.num_experts)) return ~0u;
+  return expert < longer ? in_longer : p.num_longer_ranks + in_others;
+}
+
+// What this CTA sends; a part is a tile, or several.
+__device__ __forceinline__ Duty duty_of(const DispatchParams& p) {
+  const uint32_t share = blockIdx.x % (1u << p.shares_log2);
+  return {blockIdx.x >> p.shares_log2, gridDim.x >> p.shares_log2, p.share_ranks << share};
 }
 
 struct Tile {
@@ -71,8 +80,10 @@ __device__ __forceinline__ void each_plane(uint32_t planes, F f) {
 }
 
 // The destination mask of a token, an id a lane, into shared memory and the state. One warp. Returns its first word.
+// The first of the CTAs that share a tile keeps it.
 __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, const Tile& tile, uint32_t token,
                                                    int32_t id, Shared& shared) {
+  const bool keeps = blockIdx.x % (1u << p.shares_log2) == 0;
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes, rank = rank_of(p, id);
   uint32_t first = 0;
@@ -82,9 +93,9 @@ __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, cons
     if (w == 0) first = bits;
     if (lane != 0) continue;
     shared.masks[w][token] = bits;
-    st_word(token_mask(c, tile.first + token) + w, bits);
+    if (keeps) st_word(token_mask(c, tile.first + token) + w, bits);
   }
-  if (rank == ~0u && id != -1) {
+  if (keeps && rank == ~0u && id != -1) {
     red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
   }
   return first;
@@ -99,14 +110,14 @@ __device__ __forceinline__ uint32_t tokens_of_lane(const Shared& shared, const T
 }
 
 // The byte of the bitmap that is a tile's, at every peer; behind the last token also those that end its word. One warp.
-__device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& tile, uint32_t num_tokens,
-                                                 const Shared& shared) {
+__device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Duty& duty, const Tile& tile,
+                                                 uint32_t num_tokens, const Shared& shared) {
   const uint32_t byte = tile.first / kTileTokens;
   const uint64_t at = c.bitmap_offset + 4 * static_cast<uint64_t>(c.rank) * c.bitmap_words + byte;
 #pragma unroll 1
   for (uint32_t rank = threadIdx.x % kLanes; rank / kLanes < c.mask_words; rank += kLanes) {
     const uint32_t tokens = tokens_of_lane(shared, tile, rank / kLanes);
-    if (rank >= c.num_ranks) continue;
+    if (rank >= c.num_ranks || !(duty.rank_bits >> rank % kLanes & 1)) continue;
     uint8_t* bytes = reinterpret_cast<uint8_t*>(shared.peers[rank] + at);
     st_byte(bytes, tokens);
     if (tile.first + tile.count < num_tokens) continue;
@@ -118,8 +129,8 @@ __device__ __forceinline__ void send_bitmap_warp(const Channel& c, const Tile& t
 // ---- general -----------------------------------------------------------------------------------------------------
 
 // A token's rows to the ranks of its mask, the vectors of all planes one behind the other. One warp.
-__device__ __forceinline__ void send_token_warp(const DispatchParams& p, const State& state, const Tile& tile,
-                                                uint32_t token, Shared& shared) {
+__device__ __forceinline__ void send_token_warp(const DispatchParams& p, const State& state, const Duty& duty,
+                                                const Tile& tile, uint32_t token, Shared& shared) {
   constexpr uint32_t kBatch = 3;  // of a lane, under way together: a token of 2,048 NVFP4 values and 22 ids
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes, row = tile.first + token;
@@ -154,7 +165,7 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
 #pragma unroll 1
     for (uint32_t w = 0; w < c.mask_words; ++w) {
 #pragma unroll 1
-      for (uint32_t bits = w == 0 ? mask : shared.masks[w][token]; bits; bits &= bits - 1) {
+      for (uint32_t bits = duty.rank_bits & (w == 0 ? mask : shared.masks[w][token]); bits; bits &= bits - 1) {
         const uint32_t rank = 32 * w + __ffs(bits) - 1;
         const uint64_t peer = w == 0 ? __shfl_sync(kAllLanes, peer_of_lane, rank) : c.peers[rank];
 #pragma unroll
@@ -166,14 +177,17 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
   }
 }
 
-__device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, const State& state, const Tile& tile,
-                                                      uint32_t num_tokens, bool is_first, Shared& shared) {
+__device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, const State& state, const Duty& duty,
+                                                      const Tile& tile, uint32_t num_tokens, bool is_first,
+                                                      Shared& shared) {
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll 1
-  for (uint32_t token = warp; token < tile.count; token += warps) send_token_warp(p, state, tile, token, shared);
+  for (uint32_t token = warp; token < tile.count; token += warps) {
+    send_token_warp(p, state, duty, tile, token, shared);
+  }
   if (is_first && warp == warps - 1) keep_peers_warp(p.channel, shared);
   __syncthreads();
-  if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, tile, num_tokens, shared);
+  if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
 }
 
 // ---- phased ------------------------------------------------------------------------------------------------------
@@ -253,8 +267,8 @@ static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile ti
 
 // The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp. A
 // tile has at most kRuns runs for a rank: a lane sends one of them, the lanes of a rank those of it.
-__device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
-                                                const Plane& plane) {
+__device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Duty& duty, const Tile& tile,
+                                                const Shared& shared, const Plane& plane) {
   constexpr uint32_t kRuns = kTileTokens / 2, kRanksAtOnce = kLanes / kRuns;
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes;
@@ -269,7 +283,7 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const T
     for (uint32_t first = 0; first < num_ranks; first += kRanksAtOnce) {
       const uint32_t i = first + lane / kRuns, rank = (c.rank + i) % num_ranks;
       const uint32_t tokens = __shfl_sync(kAllLanes, tokens_of_ranks, rank);
-      uint32_t begins = i < num_ranks ? tokens & ~(tokens << 1) : 0;
+      uint32_t begins = i < num_ranks && duty.rank_bits >> rank & 1 ? tokens & ~(tokens << 1) : 0;
 #pragma unroll
       for (uint32_t run = 1; run < kRuns; ++run) begins = run <= lane % kRuns ? begins & (begins - 1) : begins;
       if (!begins) continue;
@@ -293,18 +307,18 @@ __device__ __forceinline__ void stage_tile_warp(const DispatchParams& p, const T
   }
 }
 
-__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Tile& tile,
-                                                     uint32_t num_tokens, uint32_t parity, bool is_first,
-                                                     Shared& shared) {
+__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Duty& duty,
+                                                     const Tile& tile, uint32_t num_tokens, uint32_t parity,
+                                                     bool is_first, Shared& shared) {
   const bool serves = threadIdx.x / kLanes < num_serving_warps();
   stage_tile_warp(p, tile, serves, is_first, shared);
   __syncthreads();
   if (serves) barrier_wait(&shared.loaded, parity);  // without a deadline: for copies of its own rows alone
   if (!state.may_send()) return;
-  if (!serves) return send_bitmap_warp(p.channel, tile, num_tokens, shared);
+  if (!serves) return send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
-    send_plane_warp(p, tile, shared, p.planes[i]);
+    send_plane_warp(p, duty, tile, shared, p.planes[i]);
   }
   bulk_commit();
 }
@@ -312,16 +326,17 @@ __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, co
 // ---- both --------------------------------------------------------------------------------------------------------
 
 template <bool kPhased>
-__device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, uint32_t num_tokens,
-                                               Shared& shared) {
+__device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, const Duty& duty,
+                                               uint32_t num_tokens, Shared& shared) {
+  const uint32_t start = duty.first_part * kTileTokens, step = duty.part_step * kTileTokens;
   if constexpr (kPhased) {
     if (threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
     __syncthreads();
   }
   uint32_t parity = 0;
 #pragma unroll 1
-  for (uint32_t first = blockIdx.x * kTileTokens; first < num_tokens; first += gridDim.x * kTileTokens) {
-    const bool is_first = first == blockIdx.x * kTileTokens;
+  for (uint32_t first = start; first < num_tokens; first += step) {
+    const bool is_first = first == start;
     if (!is_first) {  // the same memory takes another tile
       if constexpr (kPhased) bulk_wait_read();
       __syncthreads();
@@ -329,14 +344,13 @@ __device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const St
     const uint32_t left = num_tokens - first;
     const Tile tile{first, left < kTileTokens ? left : kTileTokens};
     if constexpr (kPhased) {
-      send_tile_phased_cta(p, state, tile, num_tokens, parity, is_first, shared);
+      send_tile_phased_cta(p, state, duty, tile, num_tokens, parity, is_first, shared);
       parity ^= 1;
     } else {
-      send_tile_general_cta(p, state, tile, num_tokens, is_first, shared);
+      send_tile_general_cta(p, state, duty, tile, num_tokens, is_first, shared);
     }
   }
-  const bool has_no_tile = blockIdx.x * kTileTokens >= num_tokens;
-  if (has_no_tile && threadIdx.x >= blockDim.x - kLanes) keep_peers_warp(p.channel, shared);
+  if (start >= num_tokens && threadIdx.x >= blockDim.x - kLanes) keep_peers_warp(p.channel, shared);
 #if !defined(EP_A2A_FAULT_no_bulk_wait)
   if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 #endif
@@ -355,36 +369,63 @@ static __device__ __noinline__ void record_bad_inputs(const DispatchParams& p, i
   record_bad_input(p.channel, kInvalidRouting, {0, token, position, id, num_experts, 0});
 }
 
+struct Counts {
+  int32_t wanted;  // tokens, as the caller says
+  uint32_t sent;   // those that there are
+};
+
+// Opens the round. One thread, in the last CTA.
+__device__ __forceinline__ void open_round(const DispatchParams& p, const State& state, const Counts& counts) {
+  record_bad_inputs(p, counts.wanted);
+  st_word(&p.channel.state->num_tokens, static_cast<int32_t>(counts.sent));
+  st_word(&p.channel.state->half_rounds, state.half_rounds + 1);
+}
+
+// The last thing of a dispatch: why nothing was sent, and the wait. One warp of the last CTA.
+__device__ __forceinline__ void end_dispatch_warp(const DispatchParams& p, const State& state, bool sent,
+                                                  const Shared& shared) {
+  const Channel& c = p.channel;
+  if (!sent && state.alive && state.half_rounds % 2) fail_misuse_warp(c, kPhaseDispatch, state.epoch());
+  if (p.waits) wait_for_rows_warp(c, sent, state.epoch(), shared.peers[c.rank]);
+}
+
 template <bool kPhased>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const Channel& c = p.channel;
   const State state{ld_state(&c.state->half_rounds), is_alive(c)};
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
-  const uint32_t num_tokens = at_least_0 < p.num_rows ? at_least_0 : p.num_rows;
+  const Counts counts{wanted_tokens, at_least_0 < p.num_rows ? at_least_0 : p.num_rows};
+  const Duty duty = duty_of(p);
+  const auto raise_flags_warp = [&](const uint64_t* peers, const Duty& of) {
+    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | counts.sent, peers, of, c.flag_parts);
+  };
+  Shared& shared = *static_cast<Shared*>(shared_memory());
+  const bool is_last_warp = threadIdx.x >= blockDim.x - kLanes;
 
 #if defined(EP_A2A_FAULT_flag_first)
-  if (state.may_send() && blockIdx.x == 0 && threadIdx.x < kLanes) {
-    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens);
-  }
+  if (state.may_send() && blockIdx.x == 0 && threadIdx.x < kLanes) raise_flags_warp(c.peers, whole_duty());
 #endif
-  Shared& shared = *static_cast<Shared*>(shared_memory());
-  send_tiles_cta<kPhased>(p, state, num_tokens, shared);
+  send_tiles_cta<kPhased>(p, state, duty, counts.sent, shared);
 
   bool sent = state.may_send();
+  if (p.flags_apart) {
+    sent = __syncthreads_and(sent);
+#if defined(EP_A2A_FAULT_all_parts)
+    if (sent && threadIdx.x < kLanes) raise_flags_warp(shared.peers, {0, 1, duty.rank_bits});
+#else
+    if (sent && threadIdx.x < kLanes) raise_flags_warp(shared.peers, duty);
+#endif
+    // Another warp counts meanwhile. When it waits, all flags of this rank are raised, or about to be.
+    if (!is_last_warp || !last_cta_warp(&c.state->send_counter, sent)) return;
+    if (sent && threadIdx.x % kLanes == 0) open_round(p, state, counts);
+    return end_dispatch_warp(p, state, sent, shared);
+  }
   if (!last_cta(&c.state->send_counter, sent)) return;
-  if (sent && threadIdx.x == blockDim.x - 1) {  // of another warp than the flags', if there is one
-    record_bad_inputs(p, wanted_tokens);
-    st_word(&c.state->num_tokens, static_cast<int32_t>(num_tokens));
-    st_word(&c.state->half_rounds, state.half_rounds + 1);
-  }
+  if (sent && threadIdx.x == blockDim.x - 1) open_round(p, state, counts);  // of another warp, if there is one
   if (threadIdx.x >= kLanes) return;
-  if (sent) {
-    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | num_tokens, shared.peers);
-  } else if (state.alive && state.half_rounds % 2) {
-    fail_misuse_warp(c, kPhaseDispatch, state.epoch());
-  }
-  if (p.waits) wait_for_rows_warp(c, sent, state.epoch(), shared.peers[c.rank]);
+  if (sent) raise_flags_warp(shared.peers, whole_duty());
+  end_dispatch_warp(p, state, sent, shared);
 }
 
 }  // namespace

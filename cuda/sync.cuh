@@ -2,17 +2,19 @@
 //
 // Contracts. A line with a tag is a step or an assertion of tests/model/round.pml, under the same tag. `n` is the
 // epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads them, one word for each
-// rank that writes; none is ever reset. A waiter only ever sees epoch n-1 or n, since both waits of a round wait for
+// rank that writes (of dispatch flags, for each part of its rows); none is ever reset. A waiter only ever sees epoch n-1 or n, since both waits of a round wait for
 // every peer; so words are compared for the exact epoch.                                                  [epoch.exact]
 //
-//   dispatch_flag[source]   epoch << 24 | token count                                              [dispatch_flag.word]
-//     writer    the source: the last CTA of its dispatch, one store to every peer; publish       [dispatch_flag.writer]
-//     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch
-//               behind its own flags); ld_acquire_sys                                            [dispatch_flag.reader]
-//     meaning   all rows and bitmap words of round n from `source` are visible                  [dispatch_flag.meaning]
+//   dispatch_flag[part, source]   epoch << 24 | token count                                        [dispatch_flag.word]
+//     writer    the source, one store for each part and peer: a CTA of few, of the parts that it sent to the peers
+//               that are its own; or the last CTA of many, of all; publish                      [dispatch_flag.writer]
+//     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch);
+//               ld_acquire_sys                                                                   [dispatch_flag.reader]
+//     meaning   the rows and bitmap words of round n from `source` that the part's CTA sends are visible;
+//               of all parts: all                                                               [dispatch_flag.meaning]
 //     chain     rows, those of bulk copies waited for by the threads that committed them -> CTA barrier ->
-//               acquire-release add on send_counter (GPU scope) by one thread, if there are more CTAs -> the last
-//               CTA sees all adds -> CTA barrier -> release at system scope -> flag               [dispatch_flag.chain]
+//               (many: acquire-release add on send_counter, at GPU scope, by one thread -> the last CTA sees all
+//               adds -> CTA barrier ->) release at system scope -> flag                           [dispatch_flag.chain]
 //     reuse     round n+1: its writer has passed its wait for end_flag n of the owner, which the owner stores
 //               after it read this word                                                           [dispatch_flag.reuse]
 //
@@ -68,45 +70,68 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
   return ld_state(&c.state->sticky) == 0;
 }
 
-// Stores `value` to the word of this rank at every owner, after all that this warp's block has written or seen.
-// One warp; a fence and stores on a GPU, release stores on a CPU (a race detector sees no bare fences).
-// `peers`: those of the channel, where they lie nearer.
-__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value, const uint64_t* peers) {
+// What a CTA of a dispatch sends: parts first_part, first_part + part_step, ... of the rows, to ranks r with bit r % 32.
+struct Duty {
+  uint32_t first_part;
+  uint32_t part_step;
+  uint32_t rank_bits;
+};
+__device__ __forceinline__ Duty whole_duty() { return {0, 1, kAllLanes}; }
+
+// Stores `value` to words of this rank at owners, after all that this warp's block has written or seen: to those of
+// `duty`, of `parts` words [part, source] at `offset`. One warp; a fence and stores on a GPU, release stores on a CPU
+// (a race detector sees no bare fences). `peers`: those of the channel, where they lie nearer.
+__device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value, const uint64_t* peers,
+                                             const Duty& duty, uint32_t parts) {
+  const uint32_t lane = threadIdx.x % kLanes;
 #if defined(__CUDACC__) && !defined(EP_A2A_FAULT_no_release)
   fence_acq_rel_sys();
 #endif
 #pragma unroll 1
-  for (uint32_t owner = threadIdx.x % kLanes; owner < c.num_ranks; owner += kLanes) {
-    uint64_t* flag = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank;
+  for (uint32_t owner = lane; owner < c.num_ranks && duty.rank_bits >> lane & 1; owner += kLanes) {
+    uint64_t* flags = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank;
+#pragma unroll 1
+    for (uint32_t part = duty.first_part; part < parts; part += duty.part_step) {
 #if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
-    st_relaxed_sys(flag, value);
+      st_relaxed_sys(flags + part * c.num_ranks, value);
 #else
-    st_release_sys(flag, value);
+      st_release_sys(flags + part * c.num_ranks, value);
 #endif
+    }
   }
 }
 
 __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
-  publish_warp(c, offset, value, c.peers);
+  publish_warp(c, offset, value, c.peers, whole_duty(), 1);
 }
 
-// True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
-// `done` becomes whether all threads of the grid came with true: another kernel may end the channel while they start.
+// True in the CTA of a grid that is the last to come here; it sees what the threads that came before had written. `done`
+// becomes whether all came with true: another kernel may end the channel while they start. One thread of each CTA.
+__device__ __forceinline__ bool last_cta_thread(uint32_t* counter, bool& done) {
+  constexpr uint32_t kNotDone = 1u << 17;  // above the CTAs of any grid
+  const uint32_t own = done ? 1 : 1 + kNotDone, all = atom_add_acq_rel_gpu(counter, own) + own;
+  if (all % kNotDone != gridDim.x) return false;
+  done = all < kNotDone;
+  st_word(counter, 0u);
+  return true;
+}
+
+// The same in all lanes of a warp of each CTA.
+__device__ __forceinline__ bool last_cta_warp(uint32_t* counter, bool& done) {
+  if (gridDim.x == 1) return true;
+  const bool last = threadIdx.x % kLanes == 0 && last_cta_thread(counter, done);
+  done = __shfl_sync(kAllLanes, done, 0);
+  __syncwarp();  // a shuffle orders no memory
+  return __shfl_sync(kAllLanes, last, 0);
+}
+
+// The same in all threads of each CTA.
 __device__ __forceinline__ bool last_cta(uint32_t* counter, bool& done) {
   done = __syncthreads_and(done);
   if (gridDim.x == 1) return true;
-  constexpr uint32_t kNotDone = 1u << 17;  // above the CTAs of any grid
-  bool last = false, missing = false;
-  if (threadIdx.x == 0) {
-    const uint32_t own = done ? 1 : 1 + kNotDone, all = atom_add_acq_rel_gpu(counter, own) + own;
-    last = all % kNotDone == gridDim.x;
-    missing = all >= kNotDone;
-  }
-  last = __syncthreads_or(last);
-  if (!last) return false;
-  done = !__syncthreads_or(missing);
-  if (threadIdx.x == 0) st_word(counter, 0u);
-  return true;
+  const bool last = __syncthreads_or(threadIdx.x == 0 && last_cta_thread(counter, done));
+  if (last) done = __syncthreads_and(done);
+  return last;
 }
 
 __device__ __forceinline__ bool last_cta(uint32_t* counter) {
@@ -208,22 +233,32 @@ __device__ __forceinline__ Why why_of(uint64_t word, Phase phase, uint64_t waite
              waited_ns};
 }
 
+// What a wait is for: the words [part, source] at an offset.
+struct Flags {
+  uint64_t offset;
+  uint32_t parts;
+};
+__device__ __forceinline__ Flags dispatch_flags(const Channel& c) { return {c.dispatch_flags_offset, c.flag_parts}; }
+__device__ __forceinline__ Flags end_flags(const Channel& c) { return {c.end_flags_offset, 1}; }
+
 // Names the lowest rank whose flag is missing; `failure` is kHealthy if none is missing any more. One warp.
-__device__ inline Why late_peer_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+__device__ inline Why late_peer_warp(const Channel& c, Phase phase, const Flags& flags, uint64_t epoch,
                                      uint64_t waited_ns) {
   const uint64_t late = min_source_warp(c, [&](uint32_t source) {
-    const uint64_t seen = epoch_of(ld_acquire_sys(flag_at(c, c.rank, flags_offset, source)));
-    return seen == epoch ? ~uint64_t{0} : uint64_t{source} << 40 | seen;
+    for (uint32_t part = 0; part < flags.parts; ++part) {
+      const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, flags.offset, part * c.num_ranks + source));
+      if (epoch_of(word) != epoch) return uint64_t{source} << 40 | epoch_of(word);
+    }
+    return ~uint64_t{0};
   });
   const Failure failure = late == ~uint64_t{0} ? kHealthy : kPeerTimeout;
   return Why{failure,  phase, phase, static_cast<uint32_t>(late >> 40), c.rank, epoch, late & ((uint64_t{1} << 40) - 1),
              waited_ns};
 }
 
-// A source's flag at `flags_offset`, after wait_for_peers_warp has returned true with `seen`.
-__device__ __forceinline__ uint64_t arrived_flag(const Channel& c, uint64_t flags_offset, uint32_t source,
-                                                 uint64_t seen) {
-  return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags_offset, source));
+// The flag of a source's first part, after wait_for_peers_warp has returned true with `seen`.
+__device__ __forceinline__ uint64_t arrived_flag(const Channel& c, const Flags& flags, uint32_t source, uint64_t seen) {
+  return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags.offset, source));
 }
 
 // A waiter has been told of an abort, or its deadline has passed. True: nobody is missing any more, and nobody has
@@ -232,9 +267,9 @@ __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, uint64_t flag
 // It tells whom it misses, looks on for a while, and ends with the smallest word of all. So a rank that waits in an
 // earlier phase, and knows the true culprit, is heard by those behind it that miss only that rank. It tells so too if
 // it is told of a later phase; of its own phase, whoever told first is believed. One warp; out of line, as it is rare.
-static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, uint64_t flags_offset, uint64_t epoch,
+static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, Flags flags, uint64_t epoch,
                                                  bool told, uint64_t timeout_ns, uint64_t waited_ns) {
-  const Why own = late_peer_warp(c, phase, flags_offset, epoch, waited_ns);
+  const Why own = late_peer_warp(c, phase, flags, epoch, waited_ns);
   if (!told && own.failure == kHealthy) return true;
   const uint64_t first = smallest_abort_warp(c);
   const bool in_later_phase = (first & 0xf) == kPeerTimeout && first >> 20 > (epoch << 4 | phase);
@@ -250,13 +285,16 @@ static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, 
   return false;
 }
 
-// Waits until every source's flag at `flags_offset` carries `epoch`. One warp. False: the channel has ended. `seen` is
-// the flag of the source with the number of the lane; `own` is the address of this rank's channel. Abort words go
-// before flags: a late rank finds all flags there, and that its peers gave up.
-__device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, uint64_t flags_offset,
-                                                    uint64_t epoch, uint64_t own, uint64_t& seen) {
-  const uint64_t *flags = reinterpret_cast<const uint64_t*>(own + flags_offset),
+// Waits until all flags of every source carry `epoch`. One warp. False: the channel has ended. `seen` is the first flag
+// of the source with the number of the lane; `own` is the address of this rank's channel. Abort words go before flags:
+// a late rank finds all flags there, and that its peers gave up. Flags are read in pairs, as a load that acquires holds
+// up the next.
+__device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, const Flags& flags, uint64_t epoch,
+                                                    uint64_t own, uint64_t& seen) {
+  const uint32_t lane = threadIdx.x % kLanes, num_words = c.num_ranks * flags.parts;
+  const uint64_t *words = reinterpret_cast<const uint64_t*>(own + flags.offset),
                  *abort_words = reinterpret_cast<const uint64_t*>(own + c.abort_words_offset);
+  Pair first_pair{};
   uint64_t start = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
     // Where nobody is late there is no look at the clock, and later one in a few.
@@ -271,11 +309,14 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     }
     bool here = true, told = false;
 #pragma unroll 1
-    for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
-      told |= ld_relaxed_sys(abort_words + source) != 0;  // both are under way together
-      const uint64_t flag = ld_acquire_sys(flags + source);
-      here &= epoch_of(flag) == epoch;
-      if (source < kLanes) seen = flag;
+    for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
+      told |= ld_relaxed_sys(abort_words + source) != 0;  // under way together with flags
+    }
+#pragma unroll 1
+    for (uint32_t word = 2 * lane; word < num_words; word += 2 * kLanes) {
+      const Pair pair = ld_acquire_sys_pair(words + word);
+      here &= epoch_of(pair.first) == epoch && (word + 1 == num_words || epoch_of(pair.second) == epoch);
+      if (word == 2 * lane) first_pair = pair;
     }
 #if defined(EP_A2A_FAULT_no_wait)
     here = true;
@@ -283,9 +324,14 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     told = __any_sync(kAllLanes, told);
-    if (!told && __all_sync(kAllLanes, here)) return true;
+    if (!told && __all_sync(kAllLanes, here)) {
+      const uint64_t even = __shfl_sync(kAllLanes, first_pair.first, lane / 2);
+      const uint64_t odd = __shfl_sync(kAllLanes, first_pair.second, lane / 2);
+      seen = lane % 2 ? odd : even;
+      return true;
+    }
     if (sees_time && (told || waited_ns >= timeout_ns) &&
-        !give_up_warp(c, phase, flags_offset, epoch, told, timeout_ns, waited_ns)) {
+        !give_up_warp(c, phase, flags, epoch, told, timeout_ns, waited_ns)) {
       return false;
     }
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
@@ -295,12 +341,12 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
 // The end of a dispatch on this rank: waits for the rows of all sources and keeps the counts that came with the flags;
 // 0 for all if the channel has ended. One warp.
 __device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive, uint64_t epoch, uint64_t own) {
-  const uint64_t offset = c.dispatch_flags_offset;
+  const Flags flags = dispatch_flags(c);
   uint64_t seen = 0;
-  const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, offset, epoch, own, seen);
+  const bool arrived = alive && wait_for_peers_warp(c, kPhaseDispatch, flags, epoch, own, seen);
 #pragma unroll 1
   for (uint32_t source = threadIdx.x % kLanes; source < c.num_ranks; source += kLanes) {
-    const uint64_t flag = arrived ? arrived_flag(c, offset, source, seen) : 0;
+    const uint64_t flag = arrived ? arrived_flag(c, flags, source, seen) : 0;
     st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
   }
 }

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache, partial
 from types import TracebackType
 
 import torch
@@ -42,7 +43,7 @@ class A2A:
         timeout_s = config.first_timeout_s
         self.device, self.library = _agree(config, group, device, timeout_s)
         shape = config.payload, config.hidden, config.top_k, group.size, config.extra_planes
-        self._split = _layout.phased_split(*shape, _device.shared_bytes(self.device))
+        self.split = _layout.phased_split(*shape, _device.shared_bytes(self.device))
         on_gpu = self.device.type == "cuda"
         # For what must not wait for the round. Streams of torch are lent again and again: this kind holds no waits.
         self._side = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
@@ -52,7 +53,7 @@ class A2A:
             self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
         if on_gpu:
             _kept.update(self._channels)
-        self.schedule = _layout.choose_schedule(self._memory.kind, self._split)
+        self.schedule = _layout.choose_schedule(self._memory.kind, self.split)
         if on_gpu:
             torch.cuda.synchronize(self.device)  # the region is zero before a peer writes there
         group.barrier("connect", timeout_s)  # where this fails a peer may go on all the same: the memory stays
@@ -65,12 +66,12 @@ class A2A:
     def schedule(self, schedule: _layout.Schedule) -> None:
         if schedule not in ("general", "phased"):
             raise ValueError(f"schedule={schedule!r}: must be 'general' or 'phased'")
-        split = self._split if schedule == "phased" else None
+        split = self.split if schedule == "phased" else None
         if isinstance(split, _layout.NoSplit):
             raise ValueError(f"there is no phased schedule: {split.reason}")
         self._schedule = schedule
-        for channel in self._channels:
-            channel.set_schedule(split)
+        grid = partial(_layout.dispatch_grid, self.layout, split, self._memory.kind, self.config.num_sms)
+        self.grid = lru_cache(maxsize=None)(grid)  # looked for in every dispatch
 
     def outbox(self, channel: int = 0) -> torch.Tensor:
         """Where results of received rows go, [num_ranks, max_tokens, H] in `config.combine`'s dtype, as a view.

@@ -68,7 +68,7 @@ class Channel(ctypes.Structure):
         ("max_tokens", c_uint32),
         ("bitmap_words", c_uint32),
         ("mask_words", c_uint32),
-        ("reserved", c_uint32),
+        ("flag_parts", c_uint32),
         ("dispatch_flags_offset", c_uint64),
         ("end_flags_offset", c_uint64),
         ("abort_words_offset", c_uint64),
@@ -83,6 +83,13 @@ class Plane(ctypes.Structure):
         ("offset", c_uint64),
         ("row_bytes", c_uint32),
         ("tile_offset", c_uint32),
+    ]
+
+
+class Divisor(ctypes.Structure):
+    _fields_ = [
+        ("multiplier", c_uint32),
+        ("shift", c_uint32),
     ]
 
 
@@ -106,8 +113,13 @@ class DispatchParams(ctypes.Structure):
         ("num_experts", c_uint32),
         ("experts_per_rank", c_uint32),
         ("num_longer_ranks", c_uint32),
+        ("per_longer_rank", Divisor),
+        ("per_rank", Divisor),
         ("phased", c_uint32),
         ("num_ctas", c_uint32),
+        ("shares_log2", c_uint32),
+        ("share_ranks", c_uint32),
+        ("flags_apart", c_uint32),
         ("num_threads", c_uint32),
         ("shared_bytes", c_uint32),
         ("waits", c_uint32),
@@ -271,6 +283,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     InputRecord,
     Channel,
     Plane,
+    Divisor,
     RowSource,
     DispatchParams,
     WaitParams,

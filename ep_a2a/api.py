@@ -175,12 +175,17 @@ def prepare_dispatch(
     channel: int = 0,
 ) -> Callable[[bool], PendingDispatch]:
     """Check everything, and encode the rows; what is returned begins the dispatch, and may launch its wait. Local."""
-    _check_a2a(a2a)._check_ready()
-    target = a2a._channel(channel)
-    target.raise_input_error()
-    target.expect_closed()
+    target = _channel_for_dispatch(a2a, channel)
     inputs = a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra)
     return lambda and_wait: PendingDispatch(target.send(inputs, and_wait))
+
+
+def _channel_for_dispatch(a2a: A2A, index: int) -> Channel:
+    _check_a2a(a2a)._check_ready()
+    channel = a2a._channel(index)
+    channel.raise_input_error()
+    channel.expect_closed()
+    return channel
 
 
 def dispatch(
@@ -209,7 +214,10 @@ def dispatch(
                   earlier round, before anything was sent; PeerTimeout, PeerLeft, ChannelMisuse: for ever
     Moves         `config.bytes(R).row_bytes` to each distinct rank of a token
     """
-    return prepare_dispatch(a2a, x, topk_ids, topk_weights, num_tokens, extra, channel)(True).wait()
+    target = _channel_for_dispatch(a2a, channel)  # as `prepare_dispatch` and `wait`, with less on the way
+    handle = target.send(a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra), and_wait=True)
+    target.wait(abi.PHASE_DISPATCH, Stage.OPEN)
+    return target.received, handle
 
 
 # ---- the end of a round ------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Channel:
             max_tokens=layout.max_tokens,
             bitmap_words=layout.bitmap_words,
             mask_words=layout.mask_words,
+            flag_parts=layout.flag_parts,
             dispatch_flags_offset=layout.dispatch_flags_offset,
             end_flags_offset=layout.end_flags_offset,
             abort_words_offset=layout.abort_words_offset,
@@ -107,13 +108,18 @@ class Channel:
             num_experts=config.num_experts,
             experts_per_rank=experts_per_rank,
             num_longer_ranks=num_longer_ranks,
+            per_longer_rank=_layout.divisor(experts_per_rank + 1),
+            per_rank=_layout.divisor(max(1, experts_per_rank)),
             ids_plane=len(config.payload.columns),
         )
-        for plane, offset, slot in zip(layout.planes, layout.plane_offsets, self._dispatch.planes):
-            slot.offset, slot.row_bytes = offset, plane.row_bytes
-        self._sources = list(zip(self._dispatch.sources, (plane.source_bytes for plane in layout.planes)))
-        for source, num_bytes in self._sources:
-            source.num_bytes = num_bytes
+        split = a2a.split.tile_offsets if isinstance(a2a.split, _layout.PhasedSplit) else ()
+        for i, (plane, offset) in enumerate(zip(layout.planes, layout.plane_offsets)):
+            slot = self._dispatch.planes[i]
+            slot.offset, slot.row_bytes, slot.tile_offset = offset, plane.row_bytes, split[i] if split else 0
+            self._dispatch.sources[i].num_bytes = plane.source_bytes
+        self._sources = list(self._dispatch.sources)[: len(layout.planes)]
+        self._grid: _layout.Grid | None = None
+        self._low_bits = 0  # of the addresses of a dispatch; none has this
         self._ids_source = self._dispatch.sources[len(config.payload.columns)]
         self._wait = {
             phase: params(abi.WaitParams, phase=phase)
@@ -152,13 +158,26 @@ class Channel:
             planes=self._dispatch.planes,
         )
 
-    def set_schedule(self, split: _layout.PhasedSplit | None) -> None:
-        """Use the phased schedule by this split, or the general one."""
-        self._dispatch.phased = int(split is not None)
-        self._dispatch.num_threads = _layout.tile_threads(split)
-        self._dispatch.shared_bytes = _layout.tile_shared_bytes(split)
-        for offset, slot in zip(split.tile_offsets if split else (), self._dispatch.planes):
-            slot.tile_offset = offset
+    def _use(self, grid: _layout.Grid) -> None:
+        """Launch dispatches by this grid."""
+        params, self._grid = self._dispatch, grid
+        params.phased = int(self._a2a.schedule == "phased")
+        params.num_ctas, params.num_threads = grid.num_ctas, grid.num_threads
+        params.shared_bytes = grid.shared_bytes
+        params.shares_log2, params.share_ranks = grid.shares_log2, grid.share_ranks
+        params.flags_apart, params.is_large = int(grid.flags_apart), int(grid.is_large)
+
+    def _align(self, addresses: list[int], low_bits: int) -> None:
+        """Read the rows of every plane as the low bits of their addresses allow."""
+        params, whole, narrow = self._dispatch, 0, 0
+        for i, (address, plane) in enumerate(zip(addresses, self._a2a.layout.planes)):
+            align_bytes = _layout.alignment(address | plane.source_bytes)
+            params.sources[i].align_bytes = align_bytes
+            if not 0 <= i - params.ids_plane <= 1:
+                fits = align_bytes == _layout.VECTOR_BYTES and plane.source_bytes == plane.row_bytes
+                whole, narrow = whole | fits << i, narrow | (not fits) << i
+        params.whole_planes, params.narrow_planes = whole, narrow
+        self._low_bits = low_bits
 
     # ---- what went wrong ----
 
@@ -214,26 +233,24 @@ class Channel:
 
     def send(self, inputs: DispatchInputs, and_wait: bool) -> Handle:
         """Send the rows of a new round; `and_wait`: what launches it also waits for those of the peers."""
-        params = self._dispatch
+        params, num_rows = self._dispatch, inputs.num_rows
         params.waits = int(and_wait)
-        params.num_rows = inputs.num_rows
+        params.num_rows = num_rows
         params.topk_ids = inputs.ids
         params.num_tokens = inputs.num_tokens
-        whole = narrow = 0
-        for i, (address, (source, num_bytes)) in enumerate(zip(inputs.sources, self._sources)):
-            source.rows = address
-            source.align_bytes = _layout.alignment(address | num_bytes)
-            if not 0 <= i - params.ids_plane <= 1:
-                fits = source.align_bytes == _layout.VECTOR_BYTES and num_bytes == params.planes[i].row_bytes
-                whole, narrow = whole | fits << i, narrow | (not fits) << i
-        params.whole_planes, params.narrow_planes = whole, narrow
         self._ids_source.tail = inputs.tail
         self._ids_source.tail_stride = inputs.tail_stride
-        params.num_ctas = self._num_ctas(-(-inputs.num_rows // _layout.TILE_TOKENS))
-        params.is_large = inputs.num_rows * self._a2a.layout.row_bytes() >= _layout.LARGE_ROUND_BYTES
+        low_bits = 1
+        for source, address in zip(self._sources, inputs.sources):
+            source.rows = address
+            low_bits = low_bits << 4 | address % _layout.VECTOR_BYTES
+        if low_bits != self._low_bits:
+            self._align(inputs.sources, low_bits)
+        if (grid := self._a2a.grid(num_rows)) is not self._grid:
+            self._use(grid)
         stream = self._stream()
         self._inputs = inputs
-        handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, inputs.num_rows)
+        handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, num_rows)
         self._num_rounds += 1
         self.stage, self.waits_already = Stage.SENT, and_wait  # first: a signal's exception may come between two lines
         try:

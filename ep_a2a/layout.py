@@ -39,6 +39,7 @@ VECTOR_BYTES = 16  # what one thread stores at once
 STATE_HEADER_BYTES = 128  # struct ChannelState in abi.h
 
 WARP_LANES = 32
+MAX_FLAG_PARTS = 8  # of a rank's rows in a dispatch: so many CTAs, of those that share tiles, raise flags of their own
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -217,7 +218,8 @@ class Layout:
     max_tokens: int
     planes: tuple[Plane, ...]
     plane_offsets: tuple[int, ...]
-    dispatch_flags_offset: int  # u64 [source rank]
+    dispatch_flags_offset: int  # u64 [flag_parts, source rank]
+    flag_parts: int  # of the rows of a source: each part has a flag
     end_flags_offset: int  # u64 [source rank]
     abort_words_offset: int  # u64 [source rank]
     bitmap_offset: int  # u32 [source rank, bitmap_words]
@@ -252,7 +254,9 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         cursor = round_up(offset + num_bytes, PLANE_ALIGN_BYTES)
         return offset
 
-    dispatch_flags, end_flags, abort_words = take(8 * num_ranks), take(8 * num_ranks), take(8 * num_ranks)
+    flag_parts = max(1, min(MAX_FLAG_PARTS, 2 * WARP_LANES // num_ranks))  # a warp reads all at once, two a lane
+    dispatch_flags = take(8 * flag_parts * num_ranks)
+    end_flags, abort_words = take(8 * num_ranks), take(8 * num_ranks)
     bitmap_words = -(-shape.max_tokens // 32)
     bitmap = take(4 * num_ranks * bitmap_words)
     plane_offsets = tuple(take(rows * plane.row_bytes) for plane in found)
@@ -270,6 +274,7 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         planes=found,
         plane_offsets=plane_offsets,
         dispatch_flags_offset=dispatch_flags,
+        flag_parts=flag_parts,
         end_flags_offset=end_flags,
         abort_words_offset=abort_words,
         bitmap_offset=bitmap,
@@ -283,6 +288,15 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         mask_words=mask_words,
         state_bytes=state_bytes,
     )
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """(m, s) so that n // d == n * m >> s for 0 <= n < 2^31, and m fits 32 bits; d is 1 to 2^31 - 1.
+
+    Granlund and Montgomery: m = ceil(2^s / d), s = 31 + ceil(log2 d).
+    """
+    shift = 31 + (d - 1).bit_length()
+    return -(-(1 << shift) // d), shift
 
 
 def stacked(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -380,6 +394,7 @@ Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
+FEW_CTAS = {"cpu": 2, "gpu": 16, "nvlink": 64}  # of a dispatch whose CTAs share tiles
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),
@@ -392,14 +407,39 @@ def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
     return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
 
 
-def tile_shared_bytes(split: PhasedSplit | None) -> int:
-    """Shared memory of a CTA in the phased schedule of `split`, or in the general one."""
-    return TILE_START + TILE_TOKENS * (split.token_bytes if split else 0)
+@dataclass(frozen=True)
+class Grid:
+    """The launch of a dispatch.
+
+    CTA i takes tiles, and of their rows those to ranks r with r % 2^shares_log2 == i % 2^shares_log2: the bits of
+    `share_ranks`, shifted by that. `flags_apart`: each raises flags of its own, else the last one raises all.
+    """
+
+    num_ctas: int
+    num_threads: int
+    shared_bytes: int
+    shares_log2: int
+    share_ranks: int
+    flags_apart: bool
+    is_large: bool  # at every rank the rows are more than a cache holds
 
 
-def tile_threads(split: PhasedSplit | None) -> int:
-    """Threads of such a CTA."""
-    return WARP_LANES * (SERVING_WARPS + (split is not None))
+def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
+    """The grid of a dispatch of `num_rows` tokens, in the phased schedule of `split` or in the general one."""
+    tiles = num_ctas(kind, -(-num_rows // TILE_TOKENS), num_sms)
+    shares_log2, flags_apart = 0, tiles <= layout.flag_parts
+    if flags_apart:
+        most = min(layout.num_ranks, FEW_CTAS[kind] // tiles, (num_sms or MAX_CTAS[kind]) // tiles, WARP_LANES)
+        shares_log2 = max(1, most).bit_length() - 1
+    return Grid(
+        num_ctas=tiles << shares_log2,
+        num_threads=WARP_LANES * (SERVING_WARPS + (split is not None)),
+        shared_bytes=TILE_START + TILE_TOKENS * (split.token_bytes if split else 0),
+        shares_log2=shares_log2,
+        share_ranks=sum(1 << rank for rank in range(0, WARP_LANES, 1 << shares_log2)),
+        flags_apart=flags_apart,
+        is_large=num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES,
+    )
 
 
 def copy_threads(row_bytes: int) -> int:

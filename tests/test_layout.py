@@ -16,11 +16,11 @@ from ep_a2a.layout import (
     PAYLOAD_FORMATS,
     NoSplit,
     PhasedSplit,
+    dispatch_grid,
+    divisor,
     first_expert,
     layout,
     local_experts,
-    tile_shared_bytes,
-    tile_threads,
 )
 from tests import bodies
 from tests.bodies import Case
@@ -181,8 +181,55 @@ REFUSED = [  # 8 tokens have 204,800 - 1,664 bytes
 
 def test_a_tile_in_shared_memory():
     split = phased_split(NVFP4, 2048, 22, 8)
-    assert tile_shared_bytes(split) == 1664 + 8 * 1344 and tile_threads(split) == 288
-    assert tile_shared_bytes(None) == 1664 and tile_threads(None) == 256
+    grid = dispatch_grid(layout(config(), 8), split, "gpu", None, 1)
+    assert grid.shared_bytes == 1664 + 8 * 1344 and grid.num_threads == 288
+    grid = dispatch_grid(layout(config(), 8), None, "gpu", None, 1)
+    assert grid.shared_bytes == 1664 and grid.num_threads == 256
+
+
+GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
+    ((8, "gpu", None, 0), (8, 8, True, False)),
+    ((8, "gpu", None, 8), (8, 8, True, False)),
+    ((8, "gpu", None, 9), (16, 8, True, False)),
+    ((8, "gpu", None, 64), (16, 2, True, False)),
+    ((8, "gpu", None, 65), (9, 1, False, False)),
+    ((8, "nvlink", None, 64), (64, 8, True, False)),
+    ((8, "gpu", 12, 17), (12, 4, True, False)),
+    ((8, "gpu", 1, 1), (1, 1, True, False)),
+    ((8, "gpu", 5, 1560), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
+    ((8, "gpu", 9, 1561), (9, 1, False, True)),
+    ((6, "gpu", None, 1), (4, 4, True, False)),
+    ((16, "gpu", None, 1), (16, 16, True, False)),
+    ((16, "gpu", None, 33), (5, 1, False, False)),  # 4 parts of 16 ranks
+    ((128, "nvlink", None, 8), (32, 32, True, False)),
+    ((128, "nvlink", None, 9), (2, 1, False, False)),
+    ((4, "cpu", None, 8), (2, 2, True, False)),
+    ((4, "cpu", None, 8192), (64, 1, False, True)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), GRIDS)
+def test_the_grid_of_a_dispatch(arguments, wanted):
+    num_ranks, *others = arguments
+    grid = dispatch_grid(layout(config(max_tokens=8192), num_ranks), None, *others)
+    assert (grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.is_large) == wanted
+    of_shares = [grid.share_ranks << share & 2**32 - 1 for share in range(1 << grid.shares_log2)]
+    assert sum(of_shares) == 2**32 - 1  # each rank is of one
+    assert all((grid.share_ranks >> rank & 1) == (rank % len(of_shares) == 0) for rank in range(32))
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_division_by_multiplication(d, n):
+    multiplier, shift = divisor(d)
+    assert n * multiplier >> shift == n // d and multiplier < 2**32 and shift < 64
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 2**30, 2**30 + 1, 2**31 - 1])
+def test_division_at_the_edges(d):
+    multiplier, shift = divisor(d)
+    assert multiplier < 2**32
+    for n in (0, 1, d - 1, d, 2 * d - 1, 2**31 - 1 - (2**31 - 1) % d, 2**31 - 1):
+        assert n >= 2**31 or n * multiplier >> shift == n // d
 
 
 @pytest.mark.parametrize(("arguments", "wanted"), SPLITS)
@@ -214,7 +261,7 @@ def test_the_rows_of_a_tile_lie_behind_one_another(payload, blocks, top_k, extra
         return
     ends = [start + plane.row_bytes for start, plane in zip(found.tile_offsets, planes, strict=True)]
     assert [0, *ends] == [*found.tile_offsets, found.token_bytes]
-    assert tile_shared_bytes(found) <= 204800
+    assert 1664 + 8 * found.token_bytes <= 204800
 
 
 # ---- configurations ----------------------------------------------------------------------------------------------

@@ -72,15 +72,18 @@ def write_plan(path: Path, config: Config, num_ranks: int, mask_words: int | Non
     assert isinstance(split, PhasedSplit)
     number = abi.NUMBER[config.combine.columns[0].dtype]
     copy_threads = _layout.copy_threads(lay.outbox_row.row_bytes)
+    shares = _layout.shares(config.num_experts, num_ranks)
     lines: list[tuple[str | int, ...]] = [
         ("shape", num_ranks, config.num_experts, config.top_k, config.hidden, config.max_tokens, number),
+        ("parts", lay.flag_parts),
         ("strides", lay.bitmap_words, mask_words or lay.mask_words, lay.outbox_row.row_bytes),
         ("flags", lay.dispatch_flags_offset, lay.end_flags_offset, lay.abort_words_offset),
         ("channel", lay.bitmap_offset, lay.outbox_offset, lay.channel_bytes),
         ("state", lay.source_counts_offset, lay.masks_offset, lay.state_bytes),
         ("threads", copy_threads),
         ("tile", _layout.TILE_START, split.token_bytes),
-        ("shares", *_layout.shares(config.num_experts, num_ranks)),
+        ("shares", *shares),
+        ("divisors", *_layout.divisor(shares[0] + 1), *_layout.divisor(max(1, shares[0]))),
         ("ids_plane", [plane.name for plane in lay.planes].index("ids")),
     ]
     starts = [_layout.first_expert(rank, config.num_experts, num_ranks) for rank in range(num_ranks + 1)]

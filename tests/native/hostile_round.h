@@ -110,13 +110,15 @@ void early_reader_kernel(SeatParams p) {
   constexpr bool acquires = true;
 #endif
   const uint64_t start = time_ns();
-  const auto flag = [&](uint32_t source) {
-    return hostile::load(flag_at(c, c.rank, c.dispatch_flags_offset, source), acquires);
+  const auto flag = [&](uint32_t word) {
+    return hostile::load(flag_at(c, c.rank, c.dispatch_flags_offset, word), acquires);
   };
   for (;;) {
     bool here = true, leaves = time_ns() - start > 2 * kTimeoutNs;
+    for (uint32_t word = threadIdx.x; word < c.flag_parts * c.num_ranks; word += blockDim.x) {
+      here &= epoch_of(flag(word)) == s.round + 1;
+    }
     for (uint32_t source = threadIdx.x; source < c.num_ranks; source += blockDim.x) {
-      here &= epoch_of(flag(source)) == s.round + 1;
       leaves |= ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;
     }
     if (__syncthreads_and(here)) break;
@@ -275,9 +277,9 @@ void Seat::poison_outbox() { launch<poison_outbox_kernel>(1, kThreads, 0, nullpt
 
 void Seat::send(bool and_wait) {
   const uint64_t h = script.draw('s', rank, round);
-  DispatchParams params = plan.dispatch(channel, h % 8 == 0, 64 << h / 32 % 2);
+  const uint32_t shares_log2 = h / 64 % 4 == 0, ctas = shares_log2 ? 1 + h / 8 % 2 : 1 + h / 8 % 3;
+  DispatchParams params = plan.dispatch(channel, h % 8 == 0, 64 << h / 32 % 2, ctas, shares_log2, h / 256 % 3 != 0);
   params.num_rows = script.num_rows(rank, round);
-  params.num_ctas = 1 + h / 8 % 3;
   for (uint32_t p = 0; p < plan.planes.size(); ++p) {
     const PlanPlane& plane = plan.planes[p];
     char* rows = sources[p].get();
@@ -427,7 +429,7 @@ Seat::Seat(World& world_, uint32_t rank_, uint32_t channel_index, uint64_t seed)
   state->bad_routing = ~uint64_t{0};
   state->timeout_ns = state->first_timeout_ns = kTimeoutNs;
   for (const uint64_t offset : {plan.dispatch_flags, plan.end_flags, plan.abort_words}) {
-    std::memset(region + offset, 0, 8 * plan.num_ranks);
+    std::memset(region + offset, 0, 8 * plan.flag_parts * plan.num_ranks);
   }
   channel = plan.channel(world.peers[channel_index].data(), state, &status, inputs, rank);
   for (const PlanPlane& plane : plan.planes) {

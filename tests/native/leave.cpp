@@ -1,5 +1,6 @@
 // leave.cpp: a channel that another kernel ends while the CTAs of a dispatch start. One CTA has sent its rows, another
-// sends none: the last one must raise no flag over them, open no round, and keep no counts.
+// sends none: nobody may raise a flag over those, open a round, or keep counts. Where flags are apart, those of the first
+// CTA are raised.
 //
 //   leave PLAN     (soak_plan.h), on one rank that stands for all of its peers
 #include "check.h"
@@ -33,10 +34,10 @@ struct Seat {
     g_state->bad_routing = ~uint64_t{0};
   }
 
-  void run(bool phased) {
-    DispatchParams params = plan.dispatch(plan.channel(peers.data(), g_state, &status, inputs, 0), phased, 64);
+  void run(bool phased, bool apart) {
+    const Channel channel = plan.channel(peers.data(), g_state, &status, inputs, 0);
+    DispatchParams params = plan.dispatch(channel, phased, 64, 2, 0, apart);
     params.num_rows = 2 * kTileTokens;
-    params.num_ctas = 2;
     params.waits = 1;
     uint32_t widest = 0;
     for (const PlanPlane& plane : plan.planes) widest = widest < plane.row_bytes ? plane.row_bytes : widest;
@@ -54,7 +55,11 @@ struct Seat {
     CHECK(ep_a2a_dispatch_send(&params, nullptr) == 0);
     simt::g_hook.store(nullptr);
     CHECK(g_ended);
-    CHECK(*reinterpret_cast<const uint64_t*>(peers[0] + plan.dispatch_flags) == 0);
+    uint64_t* flags = reinterpret_cast<uint64_t*>(peers[0] + plan.dispatch_flags);
+    for (uint32_t part = 0; part < plan.flag_parts; ++part) {
+      CHECK((flags[part * plan.num_ranks] != 0) == (apart && part % 2 == 0));
+      flags[part * plan.num_ranks] = 0;
+    }
     CHECK(g_state->half_rounds == 0 && g_state->send_counter == 0);
     for (uint32_t source = 0; source < plan.num_ranks; ++source) CHECK(counts[source] == 0);
     g_state->sticky = 0;
@@ -66,7 +71,8 @@ struct Seat {
 int main(int, char** arguments) {
   const Plan plan(arguments[1]);
   Seat seat(plan);
-  seat.run(false);
-  seat.run(true);
+  for (const bool phased : {false, true}) {
+    for (const bool apart : {false, true}) seat.run(phased, apart);
+  }
   std::printf("no flag\n");
 }

@@ -122,6 +122,7 @@ World::World(uint32_t num_ranks) : ranks(num_ranks) {
     c.rank = r;
     c.num_ranks = num_ranks;
     c.max_tokens = kRows;
+    c.flag_parts = 1;
     c.dispatch_flags_offset = 0;
     c.end_flags_offset = 1024;
     c.abort_words_offset = 2048;

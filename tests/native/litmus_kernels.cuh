@@ -145,9 +145,9 @@ __global__ void litmus_wait_kernel(const __grid_constant__ LitmusParams p) {
   const Channel& c = p.channel;
   if (has_ended(p)) return;
   const Phase phase = static_cast<Phase>(p.phase);
-  const uint64_t flags_offset = phase == kPhaseDispatch ? c.dispatch_flags_offset : c.end_flags_offset;
   uint64_t seen;
-  wait_for_peers_warp(c, phase, flags_offset, round_of(c), c.peers[c.rank], seen);
+  wait_for_peers_warp(c, phase, phase == kPhaseDispatch ? dispatch_flags(c) : end_flags(c), round_of(c), c.peers[c.rank],
+                      seen);
 }
 
 // The rows of one source, by ordinary loads. Every CTA takes its part.
@@ -200,7 +200,7 @@ __device__ bool wait_cta(const LitmusParams& p, uint32_t round) {
     }
   } else if (threadIdx.x < kLanes) {
     uint64_t seen;
-    here = wait_for_peers_warp(c, kPhaseDispatch, c.dispatch_flags_offset, round, c.peers[c.rank], seen);
+    here = wait_for_peers_warp(c, kPhaseDispatch, dispatch_flags(c), round, c.peers[c.rank], seen);
   }
   return __syncthreads_and(here);
 }

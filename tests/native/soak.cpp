@@ -143,9 +143,9 @@ void Rank::send_rows(DispatchParams& params) {
 
 void Rank::dispatch() {
   const uint64_t h = script_.draw('s', rank_, round_);
-  DispatchParams params = plan_.dispatch(channel_, h % 2, 64 << h / 16 % 3);
+  DispatchParams params =
+      plan_.dispatch(channel_, h % 2, 64 << h / 16 % 3, 1 + h / 2 % 5, h / 1024 % 3, h / 4096 % 4 != 0);
   params.num_rows = script_.num_rows(rank_, round_);
-  params.num_ctas = 1 + h / 2 % 5;
   send_rows(params);
   count_ = script_.wanted_tokens(rank_, round_);
   params.num_tokens = script_.counts_on_device(rank_, round_) ? &count_ : nullptr;
@@ -334,7 +334,7 @@ int main(int argc, char** argv) {
     regions.push_back(allocate(plan.channel_bytes, kPoison));
     peers.push_back(reinterpret_cast<uint64_t>(regions.back().get()));
     for (const uint64_t offset : {plan.dispatch_flags, plan.end_flags, plan.abort_words}) {
-      std::memset(regions.back().get() + offset, 0, 8 * plan.num_ranks);
+      std::memset(regions.back().get() + offset, 0, 8 * plan.flag_parts * plan.num_ranks);
     }
   }
   const double start = check::now_ms();

@@ -20,9 +20,10 @@ struct PlanPlane {
 
 struct Plan {
   uint32_t num_ranks = 0, num_experts = 0, top_k = 0, hidden = 0, max_tokens = 0, number = 0;
-  uint32_t bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, copy_threads = 0;
+  uint32_t flag_parts = 0, bitmap_words = 0, mask_words = 0, outbox_row_bytes = 0, copy_threads = 0;
   uint32_t tile_start = 0, token_bytes = 0;
   uint32_t ids_plane = 0, experts_per_rank = 0, num_longer_ranks = 0;
+  Divisor per_longer_rank{}, per_rank{};
   uint64_t dispatch_flags = 0, end_flags = 0, abort_words = 0, bitmap = 0, outbox = 0, channel_bytes = 0;
   uint64_t source_counts = 0, masks = 0, state_bytes = 0;
   std::vector<uint32_t> first_expert;  // [num_ranks + 1]
@@ -41,7 +42,7 @@ struct Plan {
             .max_tokens = max_tokens,
             .bitmap_words = bitmap_words,
             .mask_words = mask_words,
-            .reserved = 0,
+            .flag_parts = flag_parts,
             .dispatch_flags_offset = dispatch_flags,
             .end_flags_offset = end_flags,
             .abort_words_offset = abort_words,
@@ -49,8 +50,9 @@ struct Plan {
             .source_counts_offset = source_counts,
             .masks_offset = masks};
   }
-  // A dispatch of a schedule, but for its rows.
-  DispatchParams dispatch(const Channel& channel, bool phased, uint32_t threads) const {
+  // A dispatch of a schedule, but for its rows: CTAs of so many shares; `apart`: with flags of their own, if they may.
+  DispatchParams dispatch(const Channel& channel, bool phased, uint32_t threads, uint32_t ctas_of_a_share,
+                          uint32_t shares_log2, bool apart) const {
     DispatchParams p{};
     p.struct_bytes = sizeof p;
     p.num_planes = static_cast<uint32_t>(planes.size());
@@ -59,6 +61,12 @@ struct Plan {
     p.experts_per_rank = experts_per_rank;
     p.num_longer_ranks = num_longer_ranks;
     p.ids_plane = ids_plane;
+    p.per_longer_rank = per_longer_rank;
+    p.per_rank = per_rank;
+    p.num_ctas = ctas_of_a_share << shares_log2;
+    p.shares_log2 = shares_log2;
+    for (uint32_t rank = 0; rank < 32; rank += 1u << shares_log2) p.share_ranks |= 1u << rank;
+    p.flags_apart = apart && ctas_of_a_share <= flag_parts;
     p.phased = phased;
     p.num_threads = threads;
     p.shared_bytes = tile_start + (phased ? kTileTokens * token_bytes : 0);
@@ -78,6 +86,10 @@ inline Plan::Plan(const char* path) {
   const auto give = [&](auto&... fields) { (void)(file >> ... >> fields); };
   while (file >> name) {
     if (name == "shape") give(num_ranks, num_experts, top_k, hidden, max_tokens, number);
+    if (name == "parts") give(flag_parts);
+    if (name == "divisors") {
+      give(per_longer_rank.multiplier, per_longer_rank.shift, per_rank.multiplier, per_rank.shift);
+    }
     if (name == "strides") give(bitmap_words, mask_words, outbox_row_bytes);
     if (name == "flags") give(dispatch_flags, end_flags, abort_words);
     if (name == "channel") give(bitmap, outbox, channel_bytes);
