@@ -31,10 +31,10 @@ enum Curve : uint32_t { kSigmoid = 0, kGeluTanh = 1, kSquare = 2 };  // of an ac
 struct ChannelState {
   uint64_t half_rounds;       // even = closed, odd = open; the epoch of an open round is half_rounds / 2 + 1
   uint64_t sticky;            // the abort word that ended this channel for ever; 0 = healthy
-  uint64_t bad_routing;       // smallest token << 32 | position of an id out of range this round; ~0 = none
+  uint64_t bad_routing;       // smallest token << 40 | position << 32 | id, of ids out of range this round; ~0 = none
   uint64_t timeout_ns;        // deadline of a wait
   uint64_t first_timeout_ns;  // the same in epoch 1
-  uint32_t send_counter;      // CTAs of the running dispatch that are done
+  uint32_t send_counter;      // CTAs of the running dispatch that are done, or have started (flags_apart)
   uint32_t pull_counter;      // CTAs of the running combine that are done
   int32_t num_tokens;         // tokens of this rank in the open round
   uint32_t num_failures;      // kernels that ended this channel; the first one writes the status
@@ -76,9 +76,11 @@ struct Channel {
   uint32_t max_tokens;
   uint32_t bitmap_words;  // per source rank
   uint32_t mask_words;    // per token
-  uint32_t flag_parts;    // dispatch flags of a source
-  uint64_t dispatch_flags_offset;  // u64 [flag_parts, source rank], on a multiple of 16 bytes, to a whole number of pairs
-  uint64_t end_flags_offset;       // u64 [source rank], the same
+  uint32_t flag_parts;    // dispatch flags of a source; 1 for more than 32 ranks
+  uint32_t num_experts;
+  uint32_t reserved;
+  uint64_t dispatch_flags_offset;  // u64 [flag_parts, source rank]
+  uint64_t end_flags_offset;       // u64 [source rank]
   uint64_t abort_words_offset;     // u64 [source rank]
   uint64_t bitmap_offset;          // u32 [source rank, bitmap_words]
   uint64_t source_counts_offset;   // in the state: i32 [source rank]
@@ -113,7 +115,6 @@ struct DispatchParams {
   uint32_t num_planes;
   uint32_t num_rows;  // T: rows in the sources
   uint32_t top_k;
-  uint32_t num_experts;
   uint32_t experts_per_rank;  // the first num_longer_ranks own one more
   uint32_t num_longer_ranks;
   Divisor per_longer_rank;  // experts_per_rank + 1
@@ -122,7 +123,7 @@ struct DispatchParams {
   uint32_t num_ctas;        // a multiple of the shares
   uint32_t shares_log2;     // a CTA sends to ranks r with r % 2^shares_log2 == its number in it; at most 5
   uint32_t share_ranks;     // bit r % 32: rank r is of the first share
-  uint32_t flags_apart;     // 1 = each CTA raises flags of its own; then there are at most flag_parts of a share
+  uint32_t flags_apart;     // phased: 1 = each CTA raises flags of its own; then at most flag_parts of a share
   uint32_t num_threads;
   uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
   uint32_t waits;             // 1 = the last CTA waits for the rows of all peers

@@ -26,10 +26,21 @@ namespace {
 
 constexpr uint32_t kMaskWords = kMaxRanks / 32;
 
+// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
+// since all that comes before is under way together.
+struct State {
+  uint64_t half_rounds = 1;
+  bool alive = false;
+  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
+  __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
+};
+
 struct Shared {                             // of a CTA; the rows of a tile follow
   uint32_t masks[kMaskWords][kTileTokens];  // bit r of a token's words: it goes to rank r
   uint64_t loaded;                          // barrier of the bulk copies into the tile
   uint64_t peers[kMaxRanks];                // as in the channel
+  State state;                              // phased: as the last warp has read it
+  Place place;                              // flags_apart: of the CTA, among those that start
 };
 static_assert(sizeof(Shared) <= kTileStart);
 
@@ -42,7 +53,7 @@ __device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& d) {
 __device__ __forceinline__ uint32_t rank_of(const DispatchParams& p, int32_t id) {
   const uint32_t expert = static_cast<uint32_t>(id), longer = p.num_longer_ranks * (p.experts_per_rank + 1);
   const uint32_t in_longer = quotient(expert, p.per_longer_rank), in_others = quotient(expert - longer, p.per_rank);
-  if (id < 0 || id >= static_cast<int32_t>(p.num_experts)) return ~0u;
+  if (id < 0 || id >= static_cast<int32_t>(p.channel.num_experts)) return ~0u;
   return expert < longer ? in_longer : p.num_longer_ranks + in_others;
 }
 
@@ -57,14 +68,9 @@ struct Tile {
   uint32_t count;  // tokens
 };
 
-// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
-// since all that comes before is under way together.
-struct State {
-  uint64_t half_rounds;
-  bool alive;
-  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
-  __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
-};
+__device__ __forceinline__ State state_of(const Channel& c) {
+  return {ld_state(&c.state->half_rounds), is_alive(c)};
+}
 
 // The addresses of the peers into shared memory. The last warp, which has no token to wait for.
 __device__ __forceinline__ void keep_peers_warp(const Channel& c, Shared& shared) {
@@ -80,10 +86,10 @@ __device__ __forceinline__ void each_plane(uint32_t planes, F f) {
 }
 
 // The destination mask of a token, an id a lane, into shared memory and the state. One warp. Returns its first word.
-// The first of the CTAs that share a tile keeps it.
+// Of the CTAs that share a tile, the one that sends to its own rank keeps it: so flags of this rank say that it is there.
 __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, const Tile& tile, uint32_t token,
                                                    int32_t id, Shared& shared) {
-  const bool keeps = blockIdx.x % (1u << p.shares_log2) == 0;
+  const bool keeps = (blockIdx.x ^ p.channel.rank) % (1u << p.shares_log2) == 0;
   const Channel& c = p.channel;
   const uint32_t lane = threadIdx.x % kLanes, rank = rank_of(p, id);
   uint32_t first = 0;
@@ -96,7 +102,8 @@ __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, cons
     if (keeps) st_word(token_mask(c, tile.first + token) + w, bits);
   }
   if (keeps && rank == ~0u && id != -1) {
-    red_min_relaxed_gpu(&c.state->bad_routing, static_cast<uint64_t>(tile.first + token) << 32 | lane);
+    const uint64_t place = static_cast<uint64_t>(tile.first + token) << 40 | uint64_t{lane} << 32;
+    red_min_relaxed_gpu(&c.state->bad_routing, place | static_cast<uint32_t>(id));
   }
   return first;
 }
@@ -177,17 +184,23 @@ __device__ __forceinline__ void send_token_warp(const DispatchParams& p, const S
   }
 }
 
-__device__ __forceinline__ void send_tile_general_cta(const DispatchParams& p, const State& state, const Duty& duty,
-                                                      const Tile& tile, uint32_t num_tokens, bool is_first,
-                                                      Shared& shared) {
+__device__ __forceinline__ void send_tiles_general_cta(const DispatchParams& p, const State& state, const Duty& duty,
+                                                       uint32_t num_tokens, Shared& shared) {
   const uint32_t warps = blockDim.x / kLanes, warp = threadIdx.x / kLanes;
+  const uint32_t start = duty.first_part * kTileTokens, step = duty.part_step * kTileTokens;
 #pragma unroll 1
-  for (uint32_t token = warp; token < tile.count; token += warps) {
-    send_token_warp(p, state, duty, tile, token, shared);
+  for (uint32_t first = start; first < num_tokens; first += step) {
+    if (first != start) __syncthreads();  // the same memory takes other masks
+    const Tile tile{first, num_tokens - first < kTileTokens ? num_tokens - first : kTileTokens};
+#pragma unroll 1
+    for (uint32_t token = warp; token < tile.count; token += warps) {
+      send_token_warp(p, state, duty, tile, token, shared);
+    }
+    if (first == start && warp == warps - 1) keep_peers_warp(p.channel, shared);
+    __syncthreads();
+    if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
   }
-  if (is_first && warp == warps - 1) keep_peers_warp(p.channel, shared);
-  __syncthreads();
-  if (warp == 0 && state.may_send()) send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
+  if (start >= num_tokens && warp == warps - 1) keep_peers_warp(p.channel, shared);
 }
 
 // ---- phased ------------------------------------------------------------------------------------------------------
@@ -294,27 +307,20 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const D
   }
 }
 
-// What comes before the barrier of a tile: its masks and rows in shared memory, or on their way there.
-__device__ __forceinline__ void stage_tile_warp(const DispatchParams& p, const Tile& tile, bool serves, bool is_first,
-                                                Shared& shared) {
-  if (serves) {
-    make_masks(p, tile, shared);
-    each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
-    fence_proxy_async();  // bulk copies read what threads have written
-  } else {
-    if (threadIdx.x % kLanes == 0) load_tile(p, tile, shared);
-    if (is_first) keep_peers_warp(p.channel, shared);
-  }
+// What comes before the barrier of a tile: its masks and rows in shared memory, or on their way there. All serving warps.
+__device__ __forceinline__ void stage_tile(const DispatchParams& p, const Tile& tile, Shared& shared) {
+  make_masks(p, tile, shared);
+  each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
+  fence_proxy_async();  // bulk copies read what threads have written
 }
 
-__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const State& state, const Duty& duty,
-                                                     const Tile& tile, uint32_t num_tokens, uint32_t parity,
-                                                     bool is_first, Shared& shared) {
+__device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const Duty& duty, const Tile& tile,
+                                                     uint32_t num_tokens, uint32_t parity, Shared& shared) {
   const bool serves = threadIdx.x / kLanes < num_serving_warps();
-  stage_tile_warp(p, tile, serves, is_first, shared);
+  if (serves) stage_tile(p, tile, shared);
   __syncthreads();
   if (serves) barrier_wait(&shared.loaded, parity);  // without a deadline: for copies of its own rows alone
-  if (!state.may_send()) return;
+  if (!shared.state.may_send()) return;
   if (!serves) return send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
@@ -323,51 +329,47 @@ __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, co
   bulk_commit();
 }
 
-// ---- both --------------------------------------------------------------------------------------------------------
-
-template <bool kPhased>
-__device__ __forceinline__ void send_tiles_cta(const DispatchParams& p, const State& state, const Duty& duty,
-                                               uint32_t num_tokens, Shared& shared) {
+// All tiles of the CTA. Its last warp looks at the state, and counts the CTAs that start.
+__device__ __forceinline__ void send_tiles_phased_cta(const DispatchParams& p, const Duty& duty, uint32_t num_tokens,
+                                                      Shared& shared) {
+  const bool is_last_warp = threadIdx.x >= blockDim.x - kLanes, is_first_lane = threadIdx.x % kLanes == 0;
   const uint32_t start = duty.first_part * kTileTokens, step = duty.part_step * kTileTokens;
-  if constexpr (kPhased) {
-    if (threadIdx.x == blockDim.x - kLanes) barrier_init(&shared.loaded);
-    __syncthreads();
+  const auto tile_at = [&](uint32_t first) {
+    return Tile{first, num_tokens - first < kTileTokens ? num_tokens - first : kTileTokens};
+  };
+  uint32_t parity = 0, before = 0;
+  State state;
+  if (is_last_warp) {
+    state = state_of(p.channel);
+    if (is_first_lane) barrier_init(&shared.loaded);
   }
-  uint32_t parity = 0;
+  __syncthreads();
+  if (is_last_warp) {
+    if (is_first_lane && start < num_tokens) load_tile(p, tile_at(start), shared);
+    keep_peers_warp(p.channel, shared);
+    if (is_first_lane) shared.state = state;
+    if (is_first_lane && p.flags_apart && gridDim.x > 1) {  // the answer is not needed before all is sent
+      before = atom_add_relaxed_gpu(&p.channel.state->send_counter, own_of(state.may_send()));
+    }
+  }
 #pragma unroll 1
-  for (uint32_t first = start; first < num_tokens; first += step) {
-    const bool is_first = first == start;
-    if (!is_first) {  // the same memory takes another tile
-      if constexpr (kPhased) bulk_wait_read();
+  for (uint32_t first = start; first < num_tokens; first += step, parity ^= 1) {
+    if (first != start) {  // the same memory takes another tile
+      bulk_wait_read();
       __syncthreads();
+      if (is_last_warp && is_first_lane) load_tile(p, tile_at(first), shared);
     }
-    const uint32_t left = num_tokens - first;
-    const Tile tile{first, left < kTileTokens ? left : kTileTokens};
-    if constexpr (kPhased) {
-      send_tile_phased_cta(p, state, duty, tile, num_tokens, parity, is_first, shared);
-      parity ^= 1;
-    } else {
-      send_tile_general_cta(p, state, duty, tile, num_tokens, is_first, shared);
-    }
+    send_tile_phased_cta(p, duty, tile_at(first), num_tokens, parity, shared);
   }
-  if (start >= num_tokens && threadIdx.x >= blockDim.x - kLanes) keep_peers_warp(p.channel, shared);
 #if !defined(EP_A2A_FAULT_no_bulk_wait)
-  if constexpr (kPhased) bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
+  bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
 #endif
+  if (p.flags_apart && is_last_warp && is_first_lane) {
+    shared.place = place_of(&p.channel.state->send_counter, before, shared.state.may_send());
+  }
 }
 
-static __device__ __noinline__ void record_bad_inputs(const DispatchParams& p, int32_t wanted_tokens) {
-  const int32_t num_rows = static_cast<int32_t>(p.num_rows), num_experts = static_cast<int32_t>(p.num_experts);
-  if (wanted_tokens < 0 || wanted_tokens > num_rows) {
-    record_bad_input(p.channel, kInvalidCount, {0, 0, 0, wanted_tokens, num_rows, 0});
-  }
-  const uint64_t bad = ld_word(&p.channel.state->bad_routing);
-  if (bad == kNoBadRouting) return;
-  st_word(&p.channel.state->bad_routing, kNoBadRouting);
-  const int32_t token = static_cast<int32_t>(bad >> 32), position = static_cast<int32_t>(bad);
-  const int32_t id = p.topk_ids[static_cast<uint64_t>(token) * p.top_k + position];
-  record_bad_input(p.channel, kInvalidRouting, {0, token, position, id, num_experts, 0});
-}
+// ---- both --------------------------------------------------------------------------------------------------------
 
 struct Counts {
   int32_t wanted;  // tokens, as the caller says
@@ -376,56 +378,88 @@ struct Counts {
 
 // Opens the round. One thread, in the last CTA.
 __device__ __forceinline__ void open_round(const DispatchParams& p, const State& state, const Counts& counts) {
-  record_bad_inputs(p, counts.wanted);
+  const int32_t most = static_cast<int32_t>(p.num_rows);
+  if (counts.wanted < 0 || counts.wanted > most) {
+    record_bad_input(p.channel, kInvalidCount, {0, 0, 0, counts.wanted, most, 0});
+  }
   st_word(&p.channel.state->num_tokens, static_cast<int32_t>(counts.sent));
   st_word(&p.channel.state->half_rounds, state.half_rounds + 1);
 }
 
-// The last thing of a dispatch: why nothing was sent, and the wait. One warp of the last CTA.
-__device__ __forceinline__ void end_dispatch_warp(const DispatchParams& p, const State& state, bool sent,
-                                                  const Shared& shared) {
+__device__ __forceinline__ void fail_if_open_warp(const Channel& c, const State& state) {
+  if (state.alive && state.half_rounds % 2) fail_misuse_warp(c, kPhaseDispatch, state.epoch());
+}
+
+// Flags of this rank to all peers, or of this CTA to its own ones. One warp.
+__device__ __forceinline__ void raise_flags_warp(const DispatchParams& p, const State& state, const Counts& counts,
+                                                 const uint64_t* peers, const Duty& duty) {
   const Channel& c = p.channel;
-  if (!sent && state.alive && state.half_rounds % 2) fail_misuse_warp(c, kPhaseDispatch, state.epoch());
+  const uint64_t flag = state.epoch() << 24 | counts.sent;
+  publish_warp(c, c.dispatch_flags_offset, flag, peers, duty, parts_of(flag, c.flag_parts));
+}
+
+// The end of a CTA that raises flags of its own. That of the last one to start opens the round, and waits: all others
+// have read the state, and have a place on the GPU.
+__device__ __forceinline__ void end_apart_cta(const DispatchParams& p, const Counts& counts, const Duty& duty,
+                                              const Shared& shared) {
+  const Channel& c = p.channel;
+  __syncthreads();
+  const State state = shared.state;
+  const Place place = shared.place;
+  if (threadIdx.x >= kLanes) {
+    const bool opens = place.is_last && place.all_done && threadIdx.x == blockDim.x - 1;
+    if (opens) open_round(p, state, counts);
+    return;
+  }
+#if defined(EP_A2A_FAULT_all_parts)
+  if (state.may_send()) raise_flags_warp(p, state, counts, shared.peers, {0, 1, duty.rank_bits});
+#else
+  if (state.may_send()) raise_flags_warp(p, state, counts, shared.peers, duty);
+#endif
+  if (!place.is_last) return;
+  if (!place.all_done) fail_if_open_warp(c, state);
+  if (p.waits) wait_for_rows_warp(c, place.all_done, state.epoch(), shared.peers[c.rank]);
+}
+
+// The end of a CTA of many: the last one raises all flags, opens the round, and waits.
+__device__ __forceinline__ void end_cta(const DispatchParams& p, const State& state, const Counts& counts,
+                                        const Shared& shared) {
+  const Channel& c = p.channel;
+  bool sent = state.may_send();
+  if (!last_cta(&c.state->send_counter, sent)) return;
+  if (sent && threadIdx.x == blockDim.x - 1) open_round(p, state, counts);  // of another warp, if there is one
+  if (threadIdx.x >= kLanes) return;
+  if (sent) {
+    raise_flags_warp(p, state, counts, shared.peers, whole_duty());
+  } else {
+    fail_if_open_warp(c, state);
+  }
   if (p.waits) wait_for_rows_warp(c, sent, state.epoch(), shared.peers[c.rank]);
 }
 
 template <bool kPhased>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
-  const Channel& c = p.channel;
-  const State state{ld_state(&c.state->half_rounds), is_alive(c)};
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
   const Counts counts{wanted_tokens, at_least_0 < p.num_rows ? at_least_0 : p.num_rows};
   const Duty duty = duty_of(p);
-  const auto raise_flags_warp = [&](const uint64_t* peers, const Duty& of) {
-    publish_warp(c, c.dispatch_flags_offset, state.epoch() << 24 | counts.sent, peers, of, c.flag_parts);
-  };
   Shared& shared = *static_cast<Shared*>(shared_memory());
-  const bool is_last_warp = threadIdx.x >= blockDim.x - kLanes;
 
 #if defined(EP_A2A_FAULT_flag_first)
-  if (state.may_send() && blockIdx.x == 0 && threadIdx.x < kLanes) raise_flags_warp(c.peers, whole_duty());
-#endif
-  send_tiles_cta<kPhased>(p, state, duty, counts.sent, shared);
-
-  bool sent = state.may_send();
-  if (p.flags_apart) {
-    sent = __syncthreads_and(sent);
-#if defined(EP_A2A_FAULT_all_parts)
-    if (sent && threadIdx.x < kLanes) raise_flags_warp(shared.peers, {0, 1, duty.rank_bits});
-#else
-    if (sent && threadIdx.x < kLanes) raise_flags_warp(shared.peers, duty);
-#endif
-    // Another warp counts meanwhile. When it waits, all flags of this rank are raised, or about to be.
-    if (!is_last_warp || !last_cta_warp(&c.state->send_counter, sent)) return;
-    if (sent && threadIdx.x % kLanes == 0) open_round(p, state, counts);
-    return end_dispatch_warp(p, state, sent, shared);
+  if (const State state = state_of(p.channel); state.may_send() && blockIdx.x == 0 && threadIdx.x < kLanes) {
+    raise_flags_warp(p, state, counts, p.channel.peers, whole_duty());
   }
-  if (!last_cta(&c.state->send_counter, sent)) return;
-  if (sent && threadIdx.x == blockDim.x - 1) open_round(p, state, counts);  // of another warp, if there is one
-  if (threadIdx.x >= kLanes) return;
-  if (sent) raise_flags_warp(shared.peers, whole_duty());
-  end_dispatch_warp(p, state, sent, shared);
+#endif
+  if constexpr (kPhased) {
+    send_tiles_phased_cta(p, duty, counts.sent, shared);
+    if (p.flags_apart) return end_apart_cta(p, counts, duty, shared);
+    __syncthreads();  // where there was no tile, the state is not known before
+    end_cta(p, shared.state, counts, shared);
+  } else {
+    const State state = state_of(p.channel);
+    send_tiles_general_cta(p, state, duty, counts.sent, shared);
+    end_cta(p, state, counts, shared);
+  }
 }
 
 }  // namespace

@@ -90,7 +90,7 @@ __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, 
 #pragma unroll 1
   for (uint32_t owner = lane; owner < c.num_ranks && duty.rank_bits >> lane & 1; owner += kLanes) {
     uint64_t* flags = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank;
-#pragma unroll 1
+#pragma unroll 4
     for (uint32_t part = duty.first_part; part < parts; part += duty.part_step) {
 #if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
       st_relaxed_sys(flags + part * c.num_ranks, value);
@@ -105,33 +105,31 @@ __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, 
   publish_warp(c, offset, value, c.peers, whole_duty(), 1);
 }
 
-// True in the CTA of a grid that is the last to come here; it sees what the threads that came before had written. `done`
-// becomes whether all came with true: another kernel may end the channel while they start. One thread of each CTA.
-__device__ __forceinline__ bool last_cta_thread(uint32_t* counter, bool& done) {
-  constexpr uint32_t kNotDone = 1u << 17;  // above the CTAs of any grid
-  const uint32_t own = done ? 1 : 1 + kNotDone, all = atom_add_acq_rel_gpu(counter, own) + own;
-  if (all % kNotDone != gridDim.x) return false;
-  done = all < kNotDone;
-  st_word(counter, 0u);
-  return true;
+// A CTA's place among those of its grid that add to a counter; `done`: the whole of it was.
+struct Place {
+  bool is_last;
+  bool all_done;
+};
+constexpr uint32_t kNotDone = 1u << 17;  // above the CTAs of any grid
+__device__ __forceinline__ uint32_t own_of(bool done) { return done ? 1 : 1 + kNotDone; }
+// From what the counter held before this CTA's addition; the last one clears it. One thread.
+__device__ __forceinline__ Place place_of(uint32_t* counter, uint32_t before, bool done) {
+  const uint32_t all = before + own_of(done);
+  const bool is_last = all % kNotDone == gridDim.x;
+  if (is_last) st_word(counter, 0u);
+  return {is_last, all < kNotDone};
 }
 
-// The same in all lanes of a warp of each CTA.
-__device__ __forceinline__ bool last_cta_warp(uint32_t* counter, bool& done) {
-  if (gridDim.x == 1) return true;
-  const bool last = threadIdx.x % kLanes == 0 && last_cta_thread(counter, done);
-  done = __shfl_sync(kAllLanes, done, 0);
-  __syncwarp();  // a shuffle orders no memory
-  return __shfl_sync(kAllLanes, last, 0);
-}
-
-// The same in all threads of each CTA.
+// True in all threads of the CTA that is the last of its grid to come here; it sees what the others wrote before.
+// `done` becomes whether all threads of the grid came with true: another kernel may end the channel while they start.
 __device__ __forceinline__ bool last_cta(uint32_t* counter, bool& done) {
   done = __syncthreads_and(done);
   if (gridDim.x == 1) return true;
-  const bool last = __syncthreads_or(threadIdx.x == 0 && last_cta_thread(counter, done));
-  if (last) done = __syncthreads_and(done);
-  return last;
+  Place place{false, true};
+  if (threadIdx.x == 0) place = place_of(counter, atom_add_acq_rel_gpu(counter, own_of(done)), done);
+  if (!__syncthreads_or(place.is_last)) return false;
+  done = __syncthreads_and(place.all_done);
+  return true;
 }
 
 __device__ __forceinline__ bool last_cta(uint32_t* counter) {
@@ -240,14 +238,20 @@ struct Flags {
 };
 __device__ __forceinline__ Flags dispatch_flags(const Channel& c) { return {c.dispatch_flags_offset, c.flag_parts}; }
 __device__ __forceinline__ Flags end_flags(const Channel& c) { return {c.end_flags_offset, 1}; }
+// Those that a source raises in a round, by the count of its tokens in each: a part has a tile at least.
+__device__ __forceinline__ uint32_t parts_of(uint64_t flag, uint32_t parts) {
+  const uint32_t tiles = (static_cast<uint32_t>(flag & 0xffffff) + kTileTokens - 1) / kTileTokens;
+  return parts == 1 || tiles == 0 ? 1 : tiles < parts ? tiles : parts;
+}
 
 // Names the lowest rank whose flag is missing; `failure` is kHealthy if none is missing any more. One warp.
 __device__ inline Why late_peer_warp(const Channel& c, Phase phase, const Flags& flags, uint64_t epoch,
                                      uint64_t waited_ns) {
   const uint64_t late = min_source_warp(c, [&](uint32_t source) {
-    for (uint32_t part = 0; part < flags.parts; ++part) {
+    for (uint32_t part = 0, parts = 1; part < parts; ++part) {
       const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, flags.offset, part * c.num_ranks + source));
-      if (epoch_of(word) != epoch) return uint64_t{source} << 40 | epoch_of(word);
+      if (epoch_of(word) != epoch) return uint64_t{source} << 40 | (part == 0 ? epoch_of(word) : epoch - 1);
+      parts = parts_of(word, flags.parts);
     }
     return ~uint64_t{0};
   });
@@ -285,16 +289,32 @@ static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, 
   return false;
 }
 
+// Do all flags that sources raise in a round carry `epoch`? `first` is that of the source with the number of the lane.
+// At most 32 sources, and 64 words: those of a warp's first look say whether there is to be a second. One warp.
+__device__ __forceinline__ bool parts_are_here_warp(const Channel& c, const uint64_t* words, uint64_t epoch,
+                                                    uint64_t& first) {
+  const uint32_t lane = threadIdx.x % kLanes, num_words = c.num_ranks * c.flag_parts;
+  bool here = true;
+#pragma unroll 1
+  for (uint32_t start = 0; start < num_words; start += kLanes) {
+    const uint32_t word = start + lane, part = word / c.num_ranks;
+    const uint64_t flag = word < num_words ? ld_acquire_sys(words + word) : 0;
+    if (start == 0) first = flag;
+    const uint32_t parts = parts_of(__shfl_sync(kAllLanes, first, word - part * c.num_ranks), c.flag_parts);
+    here &= part >= parts || epoch_of(flag) == epoch;  // the first part is never past them
+    if (!__any_sync(kAllLanes, parts * c.num_ranks > start + kLanes)) break;
+  }
+  return here;
+}
+
 // Waits until all flags of every source carry `epoch`. One warp. False: the channel has ended. `seen` is the first flag
 // of the source with the number of the lane; `own` is the address of this rank's channel. Abort words go before flags:
-// a late rank finds all flags there, and that its peers gave up. Flags are read in pairs, as a load that acquires holds
-// up the next.
+// a late rank finds all flags there, and that its peers gave up.
 __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phase, const Flags& flags, uint64_t epoch,
                                                     uint64_t own, uint64_t& seen) {
-  const uint32_t lane = threadIdx.x % kLanes, num_words = c.num_ranks * flags.parts;
+  const uint32_t lane = threadIdx.x % kLanes;
   const uint64_t *words = reinterpret_cast<const uint64_t*>(own + flags.offset),
                  *abort_words = reinterpret_cast<const uint64_t*>(own + c.abort_words_offset);
-  Pair first_pair{};
   uint64_t start = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
     // Where nobody is late there is no look at the clock, and later one in a few.
@@ -312,11 +332,15 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
       told |= ld_relaxed_sys(abort_words + source) != 0;  // under way together with flags
     }
+    if (flags.parts > 1) {
+      here = parts_are_here_warp(c, words, epoch, seen);
+    } else {
 #pragma unroll 1
-    for (uint32_t word = 2 * lane; word < num_words; word += 2 * kLanes) {
-      const Pair pair = ld_acquire_sys_pair(words + word);
-      here &= epoch_of(pair.first) == epoch && (word + 1 == num_words || epoch_of(pair.second) == epoch);
-      if (word == 2 * lane) first_pair = pair;
+      for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
+        const uint64_t flag = ld_acquire_sys(words + source);
+        here &= epoch_of(flag) == epoch;
+        if (source < kLanes) seen = flag;
+      }
     }
 #if defined(EP_A2A_FAULT_no_wait)
     here = true;
@@ -324,18 +348,23 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     told = __any_sync(kAllLanes, told);
-    if (!told && __all_sync(kAllLanes, here)) {
-      const uint64_t even = __shfl_sync(kAllLanes, first_pair.first, lane / 2);
-      const uint64_t odd = __shfl_sync(kAllLanes, first_pair.second, lane / 2);
-      seen = lane % 2 ? odd : even;
-      return true;
-    }
+    if (!told && __all_sync(kAllLanes, here)) return true;
     if (sees_time && (told || waited_ns >= timeout_ns) &&
         !give_up_warp(c, phase, flags, epoch, told, timeout_ns, waited_ns)) {
       return false;
     }
     pause_waiting(num_polls, threadIdx.x % kLanes == 0);
   }
+}
+
+// Tells the host of an id out of range, which is known once all flags of this rank are here. One thread.
+__device__ __forceinline__ void record_bad_routing(const Channel& c) {
+  const uint64_t bad = ld_word(&c.state->bad_routing);
+  if (bad == kNoBadRouting) return;
+  st_word(&c.state->bad_routing, kNoBadRouting);
+  const int32_t token = static_cast<int32_t>(bad >> 40), position = static_cast<int32_t>(bad >> 32 & 0xff);
+  record_bad_input(c, kInvalidRouting,
+                   {0, token, position, static_cast<int32_t>(bad), static_cast<int32_t>(c.num_experts), 0});
 }
 
 // The end of a dispatch on this rank: waits for the rows of all sources and keeps the counts that came with the flags;
@@ -349,4 +378,5 @@ __device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive,
     const uint64_t flag = arrived ? arrived_flag(c, flags, source, seen) : 0;
     st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
   }
+  if (arrived && threadIdx.x % kLanes == kLanes - 1) record_bad_routing(c);
 }

@@ -115,10 +115,12 @@ void early_reader_kernel(SeatParams p) {
   };
   for (;;) {
     bool here = true, leaves = time_ns() - start > 2 * kTimeoutNs;
-    for (uint32_t word = threadIdx.x; word < c.flag_parts * c.num_ranks; word += blockDim.x) {
-      here &= epoch_of(flag(word)) == s.round + 1;
-    }
     for (uint32_t source = threadIdx.x; source < c.num_ranks; source += blockDim.x) {
+      for (uint32_t part = 0, parts = 1; part < parts; ++part) {
+        const uint64_t word = flag(part * c.num_ranks + source);
+        here &= epoch_of(word) == s.round + 1;
+        if (here) parts = parts_of(word, c.flag_parts);
+      }
       leaves |= ld_acquire_sys(flag_at(c, c.rank, c.abort_words_offset, source)) != 0;
     }
     if (__syncthreads_and(here)) break;

@@ -152,10 +152,10 @@ void Rank::dispatch() {
   loiter('1');
   params.waits = h / 512 % 2;
   CHECK(ep_a2a_dispatch_send(&params, nullptr) == 0);
-  expect_input_records();
   loiter('2');
   const WaitParams wait{sizeof wait, kPhaseDispatch, 0, 1, channel_};
   if (!params.waits) CHECK(ep_a2a_end(&wait, nullptr) == 0);
+  expect_input_records();
   expect(status_.failure == kHealthy, "dispatch failed, culprit as source", status_.culprit);
 }
 

@@ -43,6 +43,8 @@ struct Plan {
             .bitmap_words = bitmap_words,
             .mask_words = mask_words,
             .flag_parts = flag_parts,
+            .num_experts = num_experts,
+            .reserved = 0,
             .dispatch_flags_offset = dispatch_flags,
             .end_flags_offset = end_flags,
             .abort_words_offset = abort_words,
@@ -57,7 +59,6 @@ struct Plan {
     p.struct_bytes = sizeof p;
     p.num_planes = static_cast<uint32_t>(planes.size());
     p.top_k = top_k;
-    p.num_experts = num_experts;
     p.experts_per_rank = experts_per_rank;
     p.num_longer_ranks = num_longer_ranks;
     p.ids_plane = ids_plane;
@@ -66,7 +67,7 @@ struct Plan {
     p.num_ctas = ctas_of_a_share << shares_log2;
     p.shares_log2 = shares_log2;
     for (uint32_t rank = 0; rank < 32; rank += 1u << shares_log2) p.share_ranks |= 1u << rank;
-    p.flags_apart = apart && ctas_of_a_share <= flag_parts;
+    p.flags_apart = phased && apart && ctas_of_a_share <= flag_parts;
     p.phased = phased;
     p.num_threads = threads;
     p.shared_bytes = tile_start + (phased ? kTileTokens * token_bytes : 0);
