@@ -76,10 +76,10 @@ struct Channel {
   uint32_t max_tokens;
   uint32_t bitmap_words;  // per source rank
   uint32_t mask_words;    // per token
-  uint32_t flag_parts;    // dispatch flags of a source; 1 for more than 32 ranks
+  uint32_t flag_parts;    // dispatch flags of a source: 8, 4 or 2, all in at most 64 words; 1 for more than 32 ranks
   uint32_t num_experts;
   uint32_t reserved;
-  uint64_t dispatch_flags_offset;  // u64 [flag_parts, source rank]
+  uint64_t dispatch_flags_offset;  // u64 [source rank, flag_parts], on a multiple of 16 bytes
   uint64_t end_flags_offset;       // u64 [source rank]
   uint64_t abort_words_offset;     // u64 [source rank]
   uint64_t bitmap_offset;          // u32 [source rank, bitmap_words]

@@ -26,12 +26,13 @@ namespace {
 
 constexpr uint32_t kMaskWords = kMaxRanks / 32;
 
-// False, and nothing is sent to peers, where the channel has ended or has an open round; looked at as late as may be,
-// since all that comes before is under way together.
+// Words of the channel's state; compared as late as may be, since all that comes before is under way together.
 struct State {
-  uint64_t half_rounds = 1;
-  bool alive = false;
-  __device__ bool may_send() const { return alive && half_rounds % 2 == 0; }
+  uint64_t half_rounds;
+  uint64_t sticky;
+  __device__ bool is_alive() const { return sticky == 0; }
+  // False, and nothing is sent to peers, where the channel has ended or has an open round.
+  __device__ bool may_send() const { return is_alive() && half_rounds % 2 == 0; }
   __device__ uint64_t epoch() const { return half_rounds / 2 + 1; }
 };
 
@@ -69,7 +70,10 @@ struct Tile {
 };
 
 __device__ __forceinline__ State state_of(const Channel& c) {
-  return {ld_state(&c.state->half_rounds), is_alive(c)};
+#if defined(EP_A2A_FAULT_ignore_sticky)
+  return {ld_state(&c.state->half_rounds), 0};
+#endif
+  return {ld_state(&c.state->half_rounds), ld_state(&c.state->sticky)};
 }
 
 // The addresses of the peers into shared memory. The last warp, which has no token to wait for.
@@ -291,10 +295,10 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const D
 #pragma unroll 1
   for (uint32_t word = 0; word < c.mask_words; ++word) {
     const uint32_t left = c.num_ranks - word * kLanes, num_ranks = left < kLanes ? left : kLanes;
-    const uint32_t tokens_of_ranks = tokens_of_lane(shared, tile, word);
+    const uint32_t tokens_of_ranks = tokens_of_lane(shared, tile, word), own = c.rank < num_ranks ? c.rank : 0;
 #pragma unroll 1
     for (uint32_t first = 0; first < num_ranks; first += kRanksAtOnce) {
-      const uint32_t i = first + lane / kRuns, rank = (c.rank + i) % num_ranks;
+      const uint32_t i = first + lane / kRuns, behind = own + i, rank = behind < num_ranks ? behind : behind - num_ranks;
       const uint32_t tokens = __shfl_sync(kAllLanes, tokens_of_ranks, rank);
       uint32_t begins = i < num_ranks && duty.rank_bits >> rank & 1 ? tokens & ~(tokens << 1) : 0;
 #pragma unroll
@@ -305,6 +309,19 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const D
                  length * plane.row_bytes, policy);
     }
   }
+}
+
+// The same where the CTA has one rank.
+__device__ __forceinline__ void send_plane_to_rank_warp(const DispatchParams& p, const Tile& tile, const Shared& shared,
+                                                        const Plane& plane, uint32_t rank) {
+  const Channel& c = p.channel;
+  const uint32_t lane = threadIdx.x % kLanes;
+  const uint32_t mask = lane < tile.count ? shared.masks[rank / kLanes][lane] : 0;
+  const uint32_t tokens = __ballot_sync(kAllLanes, mask >> rank % kLanes & 1);
+  if (!(tokens & ~(tokens << 1) & 1u << lane)) return;  // no run begins here
+  const uint32_t length = __ffs(~(tokens >> lane)) - 1, at = lane * plane.row_bytes;
+  char* to = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
+  bulk_store(to + at, tile_rows(plane) + at, length * plane.row_bytes, evict_first());
 }
 
 // What comes before the barrier of a tile: its masks and rows in shared memory, or on their way there. All serving warps.
@@ -322,9 +339,16 @@ __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, co
   if (serves) barrier_wait(&shared.loaded, parity);  // without a deadline: for copies of its own rows alone
   if (!shared.state.may_send()) return;
   if (!serves) return send_bitmap_warp(p.channel, duty, tile, num_tokens, shared);
+  const uint32_t shares = 1u << p.shares_log2, rank = blockIdx.x % shares;
+  const bool has_one_rank = p.channel.num_ranks <= shares;
+  if (has_one_rank && rank >= p.channel.num_ranks) return;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / kLanes; i < p.num_planes; i += num_serving_warps()) {
-    send_plane_warp(p, duty, tile, shared, p.planes[i]);
+    if (has_one_rank) {
+      send_plane_to_rank_warp(p, tile, shared, p.planes[i], rank);
+    } else {
+      send_plane_warp(p, duty, tile, shared, p.planes[i]);
+    }
   }
   bulk_commit();
 }
@@ -338,18 +362,19 @@ __device__ __forceinline__ void send_tiles_phased_cta(const DispatchParams& p, c
     return Tile{first, num_tokens - first < kTileTokens ? num_tokens - first : kTileTokens};
   };
   uint32_t parity = 0, before = 0;
-  State state;
-  if (is_last_warp) {
-    state = state_of(p.channel);
-    if (is_first_lane) barrier_init(&shared.loaded);
-  }
+  const Channel& c = p.channel;
+  const uint32_t lane = threadIdx.x % kLanes;
+  const State state = is_last_warp ? state_of(c) : State{};
+  const uint64_t peer = is_last_warp && lane < c.num_ranks ? c.peers[lane] : 0;
+  if (is_last_warp && is_first_lane) barrier_init(&shared.loaded);
   __syncthreads();
   if (is_last_warp) {
     if (is_first_lane && start < num_tokens) load_tile(p, tile_at(start), shared);
-    keep_peers_warp(p.channel, shared);
+    shared.peers[lane] = peer;
+    if (c.num_ranks > kLanes) keep_peers_warp(c, shared);
     if (is_first_lane) shared.state = state;
     if (is_first_lane && p.flags_apart && gridDim.x > 1) {  // the answer is not needed before all is sent
-      before = atom_add_relaxed_gpu(&p.channel.state->send_counter, own_of(state.may_send()));
+      before = atom_add_relaxed_gpu(&c.state->send_counter, own_of(state.may_send()));
     }
   }
 #pragma unroll 1
@@ -387,7 +412,7 @@ __device__ __forceinline__ void open_round(const DispatchParams& p, const State&
 }
 
 __device__ __forceinline__ void fail_if_open_warp(const Channel& c, const State& state) {
-  if (state.alive && state.half_rounds % 2) fail_misuse_warp(c, kPhaseDispatch, state.epoch());
+  if (state.is_alive() && state.half_rounds % 2) fail_misuse_warp(c, kPhaseDispatch, state.epoch());
 }
 
 // Flags of this rank to all peers, or of this CTA to its own ones. One warp.
@@ -395,7 +420,7 @@ __device__ __forceinline__ void raise_flags_warp(const DispatchParams& p, const 
                                                  const uint64_t* peers, const Duty& duty) {
   const Channel& c = p.channel;
   const uint64_t flag = state.epoch() << 24 | counts.sent;
-  publish_warp(c, c.dispatch_flags_offset, flag, peers, duty, parts_of(flag, c.flag_parts));
+  publish_warp(c, c.dispatch_flags_offset, flag, peers, duty, parts_of(flag, c.flag_parts), c.flag_parts);
 }
 
 // The end of a CTA that raises flags of its own. That of the last one to start opens the round, and waits: all others

@@ -23,6 +23,17 @@ __device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+struct FlagPair {
+  uint64_t first, second;
+};
+__device__ __forceinline__ FlagPair ld_acquire_sys_pair(const uint64_t* p) {  // on a multiple of 16 bytes
+  FlagPair v;
+  asm volatile("{\n.reg .b128 q;\nld.acquire.sys.global.b128 q, [%2];\nmov.b128 {%0, %1}, q;\n}"
+               : "=l"(v.first), "=l"(v.second)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -239,6 +250,10 @@ inline uint64_t time_ns() {
 }
 inline void pause_waiting(unsigned num_polls, bool may_sleep) { simt::pause(num_polls, may_sleep); }
 #endif
+struct FlagPair {
+  uint64_t first, second;
+};
+inline FlagPair ld_acquire_sys_pair(const uint64_t* p) { return {ld_acquire_sys(p), ld_acquire_sys(p + 1)}; }
 // A race detector sees no dependencies.
 inline uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) { return atom_add_acq_rel_gpu(p, v); }
 // A bulk load is done when it is issued; a bulk store as late as a GPU may do it, when its thread waits for it.

@@ -5,7 +5,7 @@
 // rank that writes (of dispatch flags, for each part of its rows); none is ever reset. A waiter only ever sees epoch n-1 or n, since both waits of a round wait for
 // every peer; so words are compared for the exact epoch.                                                  [epoch.exact]
 //
-//   dispatch_flag[part, source]   epoch << 24 | token count                                        [dispatch_flag.word]
+//   dispatch_flag[source, part]   epoch << 24 | token count                                        [dispatch_flag.word]
 //     writer    the source, one store for each part and peer: a CTA of few, of the parts that it sent to the peers
 //               that are its own; or the last CTA of many, of all; publish                      [dispatch_flag.writer]
 //     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch);
@@ -79,30 +79,30 @@ struct Duty {
 __device__ __forceinline__ Duty whole_duty() { return {0, 1, kAllLanes}; }
 
 // Stores `value` to words of this rank at owners, after all that this warp's block has written or seen: to those of
-// `duty`, of `parts` words [part, source] at `offset`. One warp; a fence and stores on a GPU, release stores on a CPU
-// (a race detector sees no bare fences). `peers`: those of the channel, where they lie nearer.
+// `duty` among the first `parts` of the words [source, `stride`] at `offset`. One warp; a fence and stores on a GPU,
+// release stores on a CPU (a race detector sees no bare fences). `peers`: those of the channel, where they lie nearer.
 __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value, const uint64_t* peers,
-                                             const Duty& duty, uint32_t parts) {
+                                             const Duty& duty, uint32_t parts, uint32_t stride) {
   const uint32_t lane = threadIdx.x % kLanes;
 #if defined(__CUDACC__) && !defined(EP_A2A_FAULT_no_release)
   fence_acq_rel_sys();
 #endif
 #pragma unroll 1
   for (uint32_t owner = lane; owner < c.num_ranks && duty.rank_bits >> lane & 1; owner += kLanes) {
-    uint64_t* flags = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank;
+    uint64_t* flags = reinterpret_cast<uint64_t*>(peers[owner] + offset) + c.rank * stride;
 #pragma unroll 4
     for (uint32_t part = duty.first_part; part < parts; part += duty.part_step) {
 #if defined(__CUDACC__) || defined(EP_A2A_FAULT_no_release)
-      st_relaxed_sys(flags + part * c.num_ranks, value);
+      st_relaxed_sys(flags + part, value);
 #else
-      st_release_sys(flags + part * c.num_ranks, value);
+      st_release_sys(flags + part, value);
 #endif
     }
   }
 }
 
 __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, uint64_t value) {
-  publish_warp(c, offset, value, c.peers, whole_duty(), 1);
+  publish_warp(c, offset, value, c.peers, whole_duty(), 1, 1);
 }
 
 // A CTA's place among those of its grid that add to a counter; `done`: the whole of it was.
@@ -231,7 +231,7 @@ __device__ __forceinline__ Why why_of(uint64_t word, Phase phase, uint64_t waite
              waited_ns};
 }
 
-// What a wait is for: the words [part, source] at an offset.
+// What a wait is for: the words [source, part] at an offset.
 struct Flags {
   uint64_t offset;
   uint32_t parts;
@@ -249,7 +249,7 @@ __device__ inline Why late_peer_warp(const Channel& c, Phase phase, const Flags&
                                      uint64_t waited_ns) {
   const uint64_t late = min_source_warp(c, [&](uint32_t source) {
     for (uint32_t part = 0, parts = 1; part < parts; ++part) {
-      const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, flags.offset, part * c.num_ranks + source));
+      const uint64_t word = ld_acquire_sys(flag_at(c, c.rank, flags.offset, source * flags.parts + part));
       if (epoch_of(word) != epoch) return uint64_t{source} << 40 | (part == 0 ? epoch_of(word) : epoch - 1);
       parts = parts_of(word, flags.parts);
     }
@@ -262,7 +262,7 @@ __device__ inline Why late_peer_warp(const Channel& c, Phase phase, const Flags&
 
 // The flag of a source's first part, after wait_for_peers_warp has returned true with `seen`.
 __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, const Flags& flags, uint32_t source, uint64_t seen) {
-  return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags.offset, source));
+  return source < kLanes ? seen : ld_relaxed_sys(flag_at(c, c.rank, flags.offset, source * flags.parts));
 }
 
 // A waiter has been told of an abort, or its deadline has passed. True: nobody is missing any more, and nobody has
@@ -289,22 +289,18 @@ static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, 
   return false;
 }
 
-// Do all flags that sources raise in a round carry `epoch`? `first` is that of the source with the number of the lane.
-// At most 32 sources, and 64 words: those of a warp's first look say whether there is to be a second. One warp.
+// Do all flags that sources raise in a round carry `epoch`? Several of each, and at most 64: each lane looks at two of
+// one source, as a load that acquires holds up the next. `first`: its first one, in the source's first lane. One warp.
 __device__ __forceinline__ bool parts_are_here_warp(const Channel& c, const uint64_t* words, uint64_t epoch,
                                                     uint64_t& first) {
-  const uint32_t lane = threadIdx.x % kLanes, num_words = c.num_ranks * c.flag_parts;
-  bool here = true;
-#pragma unroll 1
-  for (uint32_t start = 0; start < num_words; start += kLanes) {
-    const uint32_t word = start + lane, part = word / c.num_ranks;
-    const uint64_t flag = word < num_words ? ld_acquire_sys(words + word) : 0;
-    if (start == 0) first = flag;
-    const uint32_t parts = parts_of(__shfl_sync(kAllLanes, first, word - part * c.num_ranks), c.flag_parts);
-    here &= part >= parts || epoch_of(flag) == epoch;  // the first part is never past them
-    if (!__any_sync(kAllLanes, parts * c.num_ranks > start + kLanes)) break;
-  }
-  return here;
+  const uint32_t lane = threadIdx.x % kLanes, lanes = c.flag_parts / 2, part = 2 * (lane & (lanes - 1));
+  const bool has_source = lane < c.num_ranks * lanes;
+  const FlagPair pair = has_source ? ld_acquire_sys_pair(words + 2 * lane) : FlagPair{};
+  first = pair.first;
+  const uint32_t count = __shfl_sync(kAllLanes, static_cast<uint32_t>(first), lane & ~(lanes - 1));
+  const uint32_t parts = parts_of(count, c.flag_parts);  // of a source whose first flag is not here: not of this round
+  return !has_source || ((part >= parts || epoch_of(pair.first) == epoch) &&
+                         (part + 1 >= parts || epoch_of(pair.second) == epoch));
 }
 
 // Waits until all flags of every source carry `epoch`. One warp. False: the channel has ended. `seen` is the first flag
@@ -315,7 +311,7 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
   const uint32_t lane = threadIdx.x % kLanes;
   const uint64_t *words = reinterpret_cast<const uint64_t*>(own + flags.offset),
                  *abort_words = reinterpret_cast<const uint64_t*>(own + c.abort_words_offset);
-  uint64_t start = 0;
+  uint64_t start = 0, first = 0;
   for (unsigned num_polls = 0;; ++num_polls) {
     // Where nobody is late there is no look at the clock, and later one in a few.
     // The time is older than what is seen below: a rank that stood still past its deadline sees that it was given up.
@@ -333,13 +329,13 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
       told |= ld_relaxed_sys(abort_words + source) != 0;  // under way together with flags
     }
     if (flags.parts > 1) {
-      here = parts_are_here_warp(c, words, epoch, seen);
+      here = parts_are_here_warp(c, words, epoch, first);
     } else {
 #pragma unroll 1
       for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
         const uint64_t flag = ld_acquire_sys(words + source);
         here &= epoch_of(flag) == epoch;
-        if (source < kLanes) seen = flag;
+        if (source < kLanes) first = flag;
       }
     }
 #if defined(EP_A2A_FAULT_no_wait)
@@ -348,7 +344,10 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
     here |= phase == kPhaseRelease || (phase == kPhaseCombine && ld_word(&c.state->num_tokens) == 0);
 #endif
     told = __any_sync(kAllLanes, told);
-    if (!told && __all_sync(kAllLanes, here)) return true;
+    if (!told && __all_sync(kAllLanes, here)) {
+      seen = flags.parts > 1 ? __shfl_sync(kAllLanes, first, lane * (flags.parts / 2) % kLanes) : first;
+      return true;
+    }
     if (sees_time && (told || waited_ns >= timeout_ns) &&
         !give_up_warp(c, phase, flags, epoch, told, timeout_ns, waited_ns)) {
       return false;
@@ -357,10 +356,8 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
   }
 }
 
-// Tells the host of an id out of range, which is known once all flags of this rank are here. One thread.
-__device__ __forceinline__ void record_bad_routing(const Channel& c) {
-  const uint64_t bad = ld_word(&c.state->bad_routing);
-  if (bad == kNoBadRouting) return;
+// Tells the host of an id out of range in the round that ends, by its place in the state. One thread.
+static __device__ __noinline__ void record_bad_routing(const Channel& c, uint64_t bad) {
   st_word(&c.state->bad_routing, kNoBadRouting);
   const int32_t token = static_cast<int32_t>(bad >> 40), position = static_cast<int32_t>(bad >> 32 & 0xff);
   record_bad_input(c, kInvalidRouting,
@@ -378,5 +375,4 @@ __device__ __forceinline__ void wait_for_rows_warp(const Channel& c, bool alive,
     const uint64_t flag = arrived ? arrived_flag(c, flags, source, seen) : 0;
     st_word(source_counts(c) + source, static_cast<int32_t>(flag & 0xffffff));
   }
-  if (arrived && threadIdx.x % kLanes == kLanes - 1) record_bad_routing(c);
 }

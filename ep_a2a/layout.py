@@ -218,7 +218,7 @@ class Layout:
     max_tokens: int
     planes: tuple[Plane, ...]
     plane_offsets: tuple[int, ...]
-    dispatch_flags_offset: int  # u64 [flag_parts, source rank]
+    dispatch_flags_offset: int  # u64 [source rank, flag_parts]
     flag_parts: int  # of the rows of a source: each part has a flag
     end_flags_offset: int  # u64 [source rank]
     abort_words_offset: int  # u64 [source rank]
@@ -254,7 +254,7 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         cursor = round_up(offset + num_bytes, PLANE_ALIGN_BYTES)
         return offset
 
-    flag_parts = max(1, min(MAX_FLAG_PARTS, 2 * WARP_LANES // num_ranks))  # a warp reads all at once, two a lane
+    flag_parts = min(MAX_FLAG_PARTS, 1 << max(1, 2 * WARP_LANES // num_ranks).bit_length() - 1)  # two for a lane
     dispatch_flags = take(8 * flag_parts * num_ranks)
     end_flags, abort_words = take(8 * num_ranks), take(8 * num_ranks)
     bitmap_words = -(-shape.max_tokens // 32)
@@ -394,7 +394,8 @@ Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
-FEW_CTAS = {"cpu": 2, "gpu": 16, "nvlink": 64}  # of a dispatch whose CTAs share tiles
+FEW_CTAS = {"cpu": 2, "gpu": 16, "nvlink": 64}  # of a dispatch whose CTAs share tiles, at most
+SHARE_BYTES = 8192  # of the rows to all ranks that such a CTA stores, at least
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),
     "gpu": ("phased", "general"),
@@ -429,7 +430,9 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
     tiles = num_ctas(kind, -(-num_rows // TILE_TOKENS), num_sms)
     shares_log2, flags_apart = 0, tiles <= layout.flag_parts
     if flags_apart:
-        most = min(layout.num_ranks, FEW_CTAS[kind] // tiles, (num_sms or MAX_CTAS[kind]) // tiles, WARP_LANES)
+        row_bytes = min(num_rows, TILE_TOKENS) * layout.row_bytes()
+        most = min(FEW_CTAS[kind], num_sms or MAX_CTAS[kind]) // tiles
+        most = min(most, layout.num_ranks, WARP_LANES, row_bytes * layout.num_ranks // SHARE_BYTES)
         shares_log2 = max(1, most).bit_length() - 1
     return Grid(
         num_ctas=tiles << shares_log2,

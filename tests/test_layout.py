@@ -188,7 +188,9 @@ def test_a_tile_in_shared_memory():
 
 
 GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
-    ((8, "gpu", None, 0), (8, 8, True, False)),
+    ((8, "gpu", None, 0), (1, 1, True, False)),
+    ((8, "gpu", None, 1), (1, 1, True, False)),  # 10,752 bytes
+    ((8, "gpu", None, 4), (4, 4, True, False)),
     ((8, "gpu", None, 8), (8, 8, True, False)),
     ((8, "gpu", None, 9), (16, 8, True, False)),
     ((8, "gpu", None, 64), (16, 2, True, False)),
@@ -198,8 +200,9 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((8, "gpu", 1, 1), (1, 1, True, False)),
     ((8, "gpu", 5, 1560), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
     ((8, "gpu", 9, 1561), (9, 1, False, True)),
-    ((6, "gpu", None, 1), (4, 4, True, False)),
-    ((16, "gpu", None, 1), (16, 16, True, False)),
+    ((6, "gpu", None, 8), (4, 4, True, False)),
+    ((16, "gpu", None, 1), (2, 2, True, False)),
+    ((16, "gpu", None, 7), (16, 16, True, False)),
     ((16, "gpu", None, 33), (5, 1, False, False)),  # 4 parts of 16 ranks
     ((128, "nvlink", None, 8), (32, 32, True, False)),
     ((128, "nvlink", None, 9), (2, 1, False, False)),

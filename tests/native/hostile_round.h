@@ -117,7 +117,7 @@ void early_reader_kernel(SeatParams p) {
     bool here = true, leaves = time_ns() - start > 2 * kTimeoutNs;
     for (uint32_t source = threadIdx.x; source < c.num_ranks; source += blockDim.x) {
       for (uint32_t part = 0, parts = 1; part < parts; ++part) {
-        const uint64_t word = flag(part * c.num_ranks + source);
+        const uint64_t word = flag(source * c.flag_parts + part);
         here &= epoch_of(word) == s.round + 1;
         if (here) parts = parts_of(word, c.flag_parts);
       }
@@ -128,7 +128,7 @@ void early_reader_kernel(SeatParams p) {
     pause_waiting(0, false);
   }
   for (uint32_t source = 0; source < c.num_ranks; ++source) {
-    const uint32_t num_tokens = static_cast<uint32_t>(flag(source) & 0xffffff);
+    const uint32_t num_tokens = static_cast<uint32_t>(flag(source * c.flag_parts) & 0xffffff);
     for (uint32_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
       const bool bit = ld_word(bitmap_at(c, c.rank, source) + token / 32) >> token % 32 & 1;
       s.check_bit(source, token, bit);

@@ -57,8 +57,8 @@ struct Seat {
     CHECK(g_ended);
     uint64_t* flags = reinterpret_cast<uint64_t*>(peers[0] + plan.dispatch_flags);
     for (uint32_t part = 0; part < plan.flag_parts; ++part) {
-      CHECK((flags[part * plan.num_ranks] != 0) == (params.flags_apart && part == 0));
-      flags[part * plan.num_ranks] = 0;
+      CHECK((flags[part] != 0) == (params.flags_apart && part == 0));
+      flags[part] = 0;
     }
     CHECK(g_state->half_rounds == 0 && g_state->send_counter == 0);
     for (uint32_t source = 0; source < plan.num_ranks; ++source) CHECK(counts[source] == 0);

@@ -155,7 +155,6 @@ void Rank::dispatch() {
   loiter('2');
   const WaitParams wait{sizeof wait, kPhaseDispatch, 0, 1, channel_};
   if (!params.waits) CHECK(ep_a2a_end(&wait, nullptr) == 0);
-  expect_input_records();
   expect(status_.failure == kHealthy, "dispatch failed, culprit as source", status_.culprit);
 }
 
@@ -218,6 +217,7 @@ void Rank::end(Phase phase) {
   CHECK(ep_a2a_end(&signal, nullptr) == 0);
   loiter('3');
   if (!both) CHECK(ep_a2a_end(&wait, nullptr) == 0);
+  expect_input_records();
   expect(status_.failure == kHealthy, "the end of a round failed, culprit as source", status_.culprit);
 }
 
