@@ -34,6 +34,7 @@ FAULTS = {
     "no_bulk_wait": "no wait for bulk stores before the release",
     "no_acquire": "no acquire in a second CTA of the kernel that waits",
     "flag_first": "the flag before the rows",
+    "all_parts": "flags of rows that other CTAs send",
     "no_end_wait": "round n+1 sent before the peer's end of round n",
     "partial_waits": "no dispatch wait without rows, an end wait for the owners of rows alone",
     "unbounded_scan": "the bitmap read past the count",
@@ -49,8 +50,10 @@ Row = dict[str, Any]
 def plans(folder: Path) -> list[Path]:
     """Layouts of two and three ranks, small enough that a round is some thousand steps."""
     made = []
-    for num_ranks in (2, 3):
-        config = Config(num_experts=2 * num_ranks - 1, top_k=2, hidden=16, max_tokens=5, payload=BF16, combine=FP32)
+    for num_ranks, max_tokens in ((2, 10), (3, 5)):  # two tiles, so that a rank has flags of two CTAs, and one
+        config = Config(
+            num_experts=2 * num_ranks - 1, top_k=2, hidden=16, max_tokens=max_tokens, payload=BF16, combine=FP32
+        )
         made.append(write_plan(folder / f"plan{num_ranks}", config, num_ranks))
     return made
 

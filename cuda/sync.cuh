@@ -2,8 +2,8 @@
 //
 // Contracts. A line with a tag is a step or an assertion of tests/model/round.pml, under the same tag. `n` is the
 // epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads them, one word for each
-// rank that writes (of dispatch flags, for each part of its rows); none is ever reset. A waiter only ever sees epoch n-1 or n, since both waits of a round wait for
-// every peer; so words are compared for the exact epoch.                                                  [epoch.exact]
+// rank that writes (of dispatch flags, for each part of its rows); none is ever reset. A waiter only ever sees epoch
+// n-1 or n, since both waits of a round wait for every peer; so words are compared for the exact epoch. [epoch.exact]
 //
 //   dispatch_flag[source, part]   epoch << 24 | token count                                        [dispatch_flag.word]
 //     writer    the source, one store for each part and peer: a CTA of few, of the parts that it sent to the peers
@@ -70,7 +70,8 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
   return ld_state(&c.state->sticky) == 0;
 }
 
-// What a CTA of a dispatch sends: parts first_part, first_part + part_step, ... of the rows, to ranks r with bit r % 32.
+// What a CTA of a dispatch sends: parts first_part, first_part + part_step, ... of the rows, to ranks r with bit r
+// % 32.
 struct Duty {
   uint32_t first_part;
   uint32_t part_step;
@@ -271,8 +272,8 @@ __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, const Flags& 
 // It tells whom it misses, looks on for a while, and ends with the smallest word of all. So a rank that waits in an
 // earlier phase, and knows the true culprit, is heard by those behind it that miss only that rank. It tells so too if
 // it is told of a later phase; of its own phase, whoever told first is believed. One warp; out of line, as it is rare.
-static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, Flags flags, uint64_t epoch,
-                                                 bool told, uint64_t timeout_ns, uint64_t waited_ns) {
+static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, Flags flags, uint64_t epoch, bool told,
+                                                 uint64_t timeout_ns, uint64_t waited_ns) {
   const Why own = late_peer_warp(c, phase, flags, epoch, waited_ns);
   if (!told && own.failure == kHealthy) return true;
   const uint64_t first = smallest_abort_warp(c);
@@ -299,8 +300,8 @@ __device__ __forceinline__ bool parts_are_here_warp(const Channel& c, const uint
   first = pair.first;
   const uint32_t count = __shfl_sync(kAllLanes, static_cast<uint32_t>(first), lane & ~(lanes - 1));
   const uint32_t parts = parts_of(count, c.flag_parts);  // of a source whose first flag is not here: not of this round
-  return !has_source || ((part >= parts || epoch_of(pair.first) == epoch) &&
-                         (part + 1 >= parts || epoch_of(pair.second) == epoch));
+  return !has_source ||
+         ((part >= parts || epoch_of(pair.first) == epoch) && (part + 1 >= parts || epoch_of(pair.second) == epoch));
 }
 
 // Waits until all flags of every source carry `epoch`. One warp. False: the channel has ended. `seen` is the first flag
@@ -324,15 +325,14 @@ __device__ __forceinline__ bool wait_for_peers_warp(const Channel& c, Phase phas
       timeout_ns = epoch == 1 ? c.state->first_timeout_ns : c.state->timeout_ns;
     }
     bool here = true, told = false;
-#pragma unroll 1
-    for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
-      told |= ld_relaxed_sys(abort_words + source) != 0;  // under way together with flags
-    }
-    if (flags.parts > 1) {
+    if (flags.parts > 1) {  // at most 32 sources
+      const uint64_t abort_word = lane < c.num_ranks ? ld_relaxed_sys(abort_words + lane) : 0;
       here = parts_are_here_warp(c, words, epoch, first);
+      told = abort_word != 0;  // only now: both are under way together
     } else {
 #pragma unroll 1
       for (uint32_t source = lane; source < c.num_ranks; source += kLanes) {
+        told |= ld_relaxed_sys(abort_words + source) != 0;
         const uint64_t flag = ld_acquire_sys(words + source);
         here &= epoch_of(flag) == epoch;
         if (source < kLanes) first = flag;

@@ -413,7 +413,7 @@ class Grid:
     """The launch of a dispatch.
 
     CTA i takes tiles, and of their rows those to ranks r with r % 2^shares_log2 == i % 2^shares_log2: the bits of
-    `share_ranks`, shifted by that. `flags_apart`: each raises flags of its own, else the last one raises all.
+    `share_ranks`, shifted by that. `flags_apart` (phased): each raises flags of its own, else the last one raises all.
     """
 
     num_ctas: int
@@ -428,7 +428,7 @@ class Grid:
 def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
     """The grid of a dispatch of `num_rows` tokens, in the phased schedule of `split` or in the general one."""
     tiles = num_ctas(kind, -(-num_rows // TILE_TOKENS), num_sms)
-    shares_log2, flags_apart = 0, tiles <= layout.flag_parts
+    shares_log2, flags_apart = 0, split is not None and tiles <= layout.flag_parts
     if flags_apart:
         row_bytes = min(num_rows, TILE_TOKENS) * layout.row_bytes()
         most = min(FEW_CTAS[kind], num_sms or MAX_CTAS[kind]) // tiles

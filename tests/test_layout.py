@@ -214,11 +214,22 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
 @pytest.mark.parametrize(("arguments", "wanted"), GRIDS)
 def test_the_grid_of_a_dispatch(arguments, wanted):
     num_ranks, *others = arguments
-    grid = dispatch_grid(layout(config(max_tokens=8192), num_ranks), None, *others)
+    split = phased_split(NVFP4, 2048, 22, num_ranks)
+    grid = dispatch_grid(layout(config(max_tokens=8192), num_ranks), split, *others)
     assert (grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.is_large) == wanted
     of_shares = [grid.share_ranks << share & 2**32 - 1 for share in range(1 << grid.shares_log2)]
     assert sum(of_shares) == 2**32 - 1  # each rank is of one
     assert all((grid.share_ranks >> rank & 1) == (rank % len(of_shares) == 0) for rank in range(32))
+
+
+def test_the_general_schedule_raises_all_flags_at_once():
+    grid = dispatch_grid(layout(config(), 8), None, "gpu", None, 8)
+    assert (grid.num_ctas, grid.shares_log2, grid.flags_apart) == (1, 0, False)
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(1, 8), (8, 8), (9, 4), (16, 4), (17, 2), (32, 2), (33, 1), (128, 1)])
+def test_flags_of_a_rank(ranks, wanted):
+    assert layout(config(), ranks).flag_parts == wanted  # two for a lane of a warp: 64 words at most
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))

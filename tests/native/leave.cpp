@@ -1,6 +1,6 @@
 // leave.cpp: a channel that another kernel ends while the CTAs of a dispatch start. One CTA has sent its rows, another
-// sends none: nobody may raise a flag over those, open a round, or keep counts. Where flags are apart, those of the first
-// CTA are raised.
+// sends none: nobody may raise a flag over those, open a round, or keep counts. Where flags are apart, those of the
+// first CTA are raised.
 //
 //   leave PLAN     (soak_plan.h), on one rank that stands for all of its peers
 #include "check.h"

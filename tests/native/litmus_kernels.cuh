@@ -146,8 +146,8 @@ __global__ void litmus_wait_kernel(const __grid_constant__ LitmusParams p) {
   if (has_ended(p)) return;
   const Phase phase = static_cast<Phase>(p.phase);
   uint64_t seen;
-  wait_for_peers_warp(c, phase, phase == kPhaseDispatch ? dispatch_flags(c) : end_flags(c), round_of(c), c.peers[c.rank],
-                      seen);
+  wait_for_peers_warp(c, phase, phase == kPhaseDispatch ? dispatch_flags(c) : end_flags(c), round_of(c),
+                      c.peers[c.rank], seen);
 }
 
 // The rows of one source, by ordinary loads. Every CTA takes its part.
