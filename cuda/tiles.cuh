@@ -68,8 +68,8 @@ __device__ __forceinline__ void each_plane(uint32_t planes, F f) {
   for (; planes; planes &= planes - 1) f(__ffs(planes) - 1);
 }
 
-// The destination mask of a token, an id a lane, into shared memory and the state. One warp. Returns its first word.
-// Of the CTAs that share a tile, the one that sends to its own rank keeps it: so flags of this rank say that it is there.
+// The destination mask of a token, an id a lane, into shared memory. One warp. Returns its first word. Of the CTAs that
+// share a tile, the one that sends to its own rank keeps it in the state too: flags to that rank say that it is there.
 __device__ __forceinline__ uint32_t make_mask_warp(const DispatchParams& p, const Tile& tile, uint32_t token,
                                                    int32_t id, Shared& shared) {
   const bool keeps = (blockIdx.x ^ p.channel.rank) % (1u << p.shares_log2) == 0;

@@ -17,265 +17,146 @@ CODING = {NVFP4: 1, MXFP4: 2, FP8: 3, MXFP8: 4}  # 0 for the formats that are nu
 NO_BAD_ROUTING = 2**64 - 1
 
 
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Fields in order, from types and the names that have them."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class ChannelState(ctypes.Structure):
-    _fields_ = [
-        ("half_rounds", c_uint64),
-        ("sticky", c_uint64),
-        ("bad_routing", c_uint64),
-        ("timeout_ns", c_uint64),
-        ("first_timeout_ns", c_uint64),
-        ("send_counter", c_uint32),
-        ("pull_counter", c_uint32),
-        ("num_tokens", c_int32),
-        ("num_failures", c_uint32),
-        ("reserved", c_uint8 * 72),
-    ]
+    _fields_ = _fields(
+        (c_uint64, "half_rounds sticky bad_routing timeout_ns first_timeout_ns"),
+        (c_uint32, "send_counter pull_counter"),
+        (c_int32, "num_tokens"),
+        (c_uint32, "num_failures"),
+        (c_uint8 * 72, "reserved"),
+    )
 
 
 class Status(ctypes.Structure):
-    _fields_ = [
-        ("failure", c_uint32),
-        ("phase", c_uint32),
-        ("culprit", c_uint32),
-        ("late_in", c_uint32),
-        ("reported_by", c_uint32),
-        ("reserved", c_uint32),
-        ("epoch_wanted", c_uint64),
-        ("epoch_seen", c_uint64),
-        ("waited_ns", c_uint64),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "failure phase culprit late_in reported_by reserved"),
+        (c_uint64, "epoch_wanted epoch_seen waited_ns"),
+    )
 
 
 class InputRecord(ctypes.Structure):
-    _fields_ = [
-        ("present", c_uint32),
-        ("token", c_int32),
-        ("position", c_int32),
-        ("value", c_int32),
-        ("limit", c_int32),
-        ("reserved", c_int32),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "present"),
+        (c_int32, "token position value limit reserved"),
+    )
 
 
 class Channel(ctypes.Structure):
-    _fields_ = [
-        ("peers", c_void_p),
-        ("state", c_void_p),
-        ("status", c_void_p),
-        ("inputs", c_void_p),
-        ("rank", c_uint32),
-        ("num_ranks", c_uint32),
-        ("max_tokens", c_uint32),
-        ("bitmap_words", c_uint32),
-        ("mask_words", c_uint32),
-        ("flag_parts", c_uint32),
-        ("num_experts", c_uint32),
-        ("reserved", c_uint32),
-        ("dispatch_flags_offset", c_uint64),
-        ("end_flags_offset", c_uint64),
-        ("abort_words_offset", c_uint64),
-        ("bitmap_offset", c_uint64),
-        ("source_counts_offset", c_uint64),
-        ("masks_offset", c_uint64),
-    ]
+    _fields_ = _fields(
+        (c_void_p, "peers state status inputs"),
+        (c_uint32, "rank num_ranks max_tokens bitmap_words mask_words flag_parts num_experts reserved"),
+        (c_uint64, "dispatch_flags_offset end_flags_offset abort_words_offset bitmap_offset source_counts_offset"),
+        (c_uint64, "masks_offset"),
+    )
 
 
 class Plane(ctypes.Structure):
-    _fields_ = [
-        ("offset", c_uint64),
-        ("row_bytes", c_uint32),
-        ("tile_offset", c_uint32),
-    ]
+    _fields_ = _fields(
+        (c_uint64, "offset"),
+        (c_uint32, "row_bytes tile_offset"),
+    )
 
 
 class Divisor(ctypes.Structure):
-    _fields_ = [
-        ("multiplier", c_uint32),
-        ("shift", c_uint32),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "multiplier shift"),
+    )
 
 
 class RowSource(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_void_p),
-        ("tail", c_void_p),
-        ("num_bytes", c_uint32),
-        ("align_bytes", c_uint32),
-        ("tail_stride", c_uint32),
-        ("reserved", c_uint32),
-    ]
+    _fields_ = _fields(
+        (c_void_p, "rows tail"),
+        (c_uint32, "num_bytes align_bytes tail_stride reserved"),
+    )
 
 
 class DispatchParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_planes", c_uint32),
-        ("num_rows", c_uint32),
-        ("top_k", c_uint32),
-        ("experts_per_rank", c_uint32),
-        ("num_longer_ranks", c_uint32),
-        ("per_longer_rank", Divisor),
-        ("per_rank", Divisor),
-        ("phased", c_uint32),
-        ("num_ctas", c_uint32),
-        ("shares_log2", c_uint32),
-        ("share_ranks", c_uint32),
-        ("flags_apart", c_uint32),
-        ("num_threads", c_uint32),
-        ("shared_bytes", c_uint32),
-        ("waits", c_uint32),
-        ("ids_plane", c_uint32),
-        ("whole_planes", c_uint32),
-        ("narrow_planes", c_uint32),
-        ("is_large", c_uint32),
-        ("topk_ids", c_void_p),
-        ("num_tokens", c_void_p),
-        ("channel", Channel),
-        ("planes", Plane * MAX_PLANES),
-        ("sources", RowSource * MAX_PLANES),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes num_planes num_rows top_k experts_per_rank num_longer_ranks"),
+        (Divisor, "per_longer_rank per_rank"),
+        (c_uint32, "phased num_ctas shares_log2 share_ranks flags_apart num_threads shared_bytes waits ids_plane"),
+        (c_uint32, "whole_planes narrow_planes is_large"),
+        (c_void_p, "topk_ids num_tokens"),
+        (Channel, "channel"),
+        (Plane * MAX_PLANES, "planes"),
+        (RowSource * MAX_PLANES, "sources"),
+    )
 
 
 class WaitParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("phase", c_uint32),
-        ("signals", c_uint32),
-        ("waits", c_uint32),
-        ("channel", Channel),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes phase signals waits"),
+        (Channel, "channel"),
+    )
 
 
 class OutboxParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("hidden", c_uint32),
-        ("number", c_uint32),
-        ("num_rows", c_uint32),
-        ("outbox_offset", c_uint64),
-        ("outbox_row_bytes", c_uint32),
-        ("coding", c_uint32),
-        ("scales_offset", c_uint32),
-        ("row_scale_offset", c_uint32),
-        ("rows", c_void_p),
-        ("out", c_void_p),
-        ("channel", Channel),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes num_ctas num_threads hidden number num_rows"),
+        (c_uint64, "outbox_offset"),
+        (c_uint32, "outbox_row_bytes coding scales_offset row_scale_offset"),
+        (c_void_p, "rows out"),
+        (Channel, "channel"),
+    )
 
 
 class RowTarget(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_void_p),
-        ("num_bytes", c_uint32),
-        ("align_bytes", c_uint32),
-    ]
+    _fields_ = _fields(
+        (c_void_p, "rows"),
+        (c_uint32, "num_bytes align_bytes"),
+    )
 
 
 class RouteParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_segments", c_uint32),
-        ("words_per_segment", c_uint32),
-        ("top_k", c_uint32),
-        ("first_expert", c_uint32),
-        ("num_experts", c_uint32),
-        ("ids_plane", c_uint32),
-        ("pad_multiple", c_uint32),
-        ("group_rows", c_uint32),
-        ("num_slots", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("segment_starts", c_void_p),
-        ("counter", c_void_p),
-        ("counts", c_void_p),
-        ("expert_offsets", c_void_p),
-        ("row_index", c_void_p),
-        ("k", c_void_p),
-        ("weights", c_void_p),
-        ("global_scale", c_void_p),
-        ("pair_slots", c_void_p),
-        ("topk_ids", c_void_p),
-        ("channel", Channel),
-        ("planes", Plane * MAX_PLANES),
-        ("targets", RowTarget * MAX_PLANES),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes num_segments words_per_segment top_k first_expert num_experts ids_plane"),
+        (c_uint32, "pad_multiple group_rows num_slots num_ctas num_threads"),
+        (c_void_p, "segment_starts counter counts expert_offsets row_index k weights global_scale pair_slots"),
+        (c_void_p, "topk_ids"),
+        (Channel, "channel"),
+        (Plane * MAX_PLANES, "planes"),
+        (RowTarget * MAX_PLANES, "targets"),
+    )
 
 
 class OrderParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("num_threads", c_uint32),
-        ("hidden", c_uint32),
-        ("top_k", c_uint32),
-        ("rows_number", c_uint32),
-        ("to_number", c_uint32),
-        ("to_row_bytes", c_uint32),
-        ("pair_slots", c_void_p),
-        ("weights", c_void_p),
-        ("rows", c_void_p),
-        ("to", c_void_p),
-        ("channel", Channel),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes num_ctas num_threads hidden top_k rows_number to_number to_row_bytes"),
+        (c_void_p, "pair_slots weights rows to"),
+        (Channel, "channel"),
+    )
 
 
 class ExpertMatrix(ctypes.Structure):
-    _fields_ = [
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("global_scale", c_void_p),
-        ("bias", c_void_p),
-        ("num_rows", c_uint32),
-        ("num_columns", c_uint32),
-        ("bias_number", c_uint32),
-        ("reserved", c_uint32),
-    ]
+    _fields_ = _fields(
+        (c_void_p, "codes scales global_scale bias"),
+        (c_uint32, "num_rows num_columns bias_number reserved"),
+    )
 
 
 class ExpertsParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("num_ctas", c_uint32),
-        ("coding", c_uint32),
-        ("number", c_uint32),
-        ("weights_coding", c_uint32),
-        ("intermediate_coding", c_uint32),
-        ("curve", c_uint32),
-        ("num_matrices", c_uint32),
-        ("gate_row", c_uint32),
-        ("up_row", c_uint32),
-        ("row_step", c_uint32),
-        ("to_number", c_uint32),
-        ("alpha", c_float),
-        ("beta", c_float),
-        ("limit", c_float),
-        ("reserved", c_uint32),
-        ("intermediate", c_void_p),
-        ("to", c_void_p),
-        ("to_strides", c_uint64 * 3),
-        ("w13", ExpertMatrix),
-        ("w2", ExpertMatrix),
-        ("route", RouteParams),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes num_ctas coding number weights_coding intermediate_coding curve num_matrices"),
+        (c_uint32, "gate_row up_row row_step to_number"),
+        (c_float, "alpha beta limit"),
+        (c_uint32, "reserved"),
+        (c_void_p, "intermediate to"),
+        (c_uint64 * 3, "to_strides"),
+        (ExpertMatrix, "w13 w2"),
+        (RouteParams, "route"),
+    )
 
 
 class QuantParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_bytes", c_uint32),
-        ("number", c_uint32),
-        ("coding", c_uint32),
-        ("num_rows", c_uint32),
-        ("hidden", c_uint32),
-        ("given_scale", c_uint32),
-        ("scale_stride", c_uint32),
-        ("reserved", c_uint32),
-        ("values", c_void_p),
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("global_scale", c_void_p),
-    ]
+    _fields_ = _fields(
+        (c_uint32, "struct_bytes number coding num_rows hidden given_scale scale_stride reserved"),
+        (c_void_p, "values codes scales global_scale"),
+    )
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (

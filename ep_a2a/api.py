@@ -214,7 +214,7 @@ def dispatch(
                   earlier round, before anything was sent; PeerTimeout, PeerLeft, ChannelMisuse: for ever
     Moves         `config.bytes(R).row_bytes` to each distinct rank of a token
     """
-    target = _channel_for_dispatch(a2a, channel)  # as `prepare_dispatch` and `wait`, with less on the way
+    target = _channel_for_dispatch(a2a, channel)  # as `prepare_dispatch` and `wait`, but shorter
     handle = target.send(a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra), and_wait=True)
     target.wait(abi.PHASE_DISPATCH, Stage.OPEN)
     return target.received, handle
@@ -275,6 +275,28 @@ def prepare_combine(
     out: torch.Tensor | None = None,
 ) -> Callable[[bool], PendingCombine]:
     """Check everything; what is returned begins the combine, and may launch its wait. Local."""
+    channel, rows, out = _check_combine(a2a, handle, rows, order, out)
+
+    def begin(and_wait: bool) -> PendingCombine:
+        _begin_combine(channel, rows, order, and_wait)
+        return PendingCombine(handle, out, current_stream(a2a.device))
+
+    return begin
+
+
+def _begin_combine(channel: Channel, rows: torch.Tensor | None, order: Order | None, and_wait: bool) -> int:
+    """Returns the stream that it is on."""
+    if rows is not None and order is not None:
+        channel.stage_pairs(rows, order)
+    elif rows is not None:
+        channel.stage_rows(rows)
+    return channel.signal_end(abi.PHASE_COMBINE, and_wait)
+
+
+def _check_combine(
+    a2a: A2A, handle: Handle, rows: torch.Tensor | None, order: Order | None, out: torch.Tensor | None
+) -> tuple[Channel, torch.Tensor | None, torch.Tensor]:
+    """The channel, the rows if there are any, and where the sums go."""
     channel = _check_a2a(a2a)._channel_of(handle)
     combined, hidden = a2a.config.combine, a2a.config.hidden
     dtype = combined.result_dtype
@@ -291,16 +313,7 @@ def prepare_combine(
     else:
         _check_vectors("out", check_tensor("out", out, (dtype,), (handle.num_rows, hidden), a2a.device))
         _check_apart("out", out, a2a)
-
-    def begin(and_wait: bool) -> PendingCombine:
-        if rows is not None and order is not None:
-            channel.stage_pairs(rows, order)
-        elif rows is not None:
-            channel.stage_rows(rows)
-        channel.signal_end(abi.PHASE_COMBINE, and_wait)
-        return PendingCombine(handle, out, current_stream(a2a.device))
-
-    return begin
+    return channel, rows, out
 
 
 def combine(
@@ -328,7 +341,12 @@ def combine(
     Raises   TypeError, ValueError, RoundError: nothing was sent, the round is still open; PeerTimeout, PeerLeft,
              ChannelMisuse, RoundMismatch: for ever
     """
-    return prepare_combine(a2a, handle, rows, order, out)(True).wait()
+    channel, rows, out = _check_combine(a2a, handle, rows, order, out)  # as `prepare_combine` and `wait`, but shorter
+    stream = _begin_combine(channel, rows, order, and_wait=True)
+    channel.wait(abi.PHASE_COMBINE, Stage.CLOSED)
+    channel.pull(out, stream)
+    channel.raise_if_known()
+    return out
 
 
 def release_begin(a2a: A2A, handle: Handle) -> PendingRelease:

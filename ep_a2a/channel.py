@@ -316,28 +316,33 @@ class Channel:
         if self.outbox is None:
             self.stage_rows(to)
 
-    def signal_end(self, phase: int, and_wait: bool) -> None:
-        """Tell the peers that this rank has ended the round; `and_wait`: what launches it also waits for them."""
+    def signal_end(self, phase: int, and_wait: bool) -> int:
+        """Tell the peers that this rank has ended the round; `and_wait`: what launches it also waits for them.
+
+        Returns the stream of the launch.
+        """
         before, self.stage, self.waits_already = self.stage, Stage.ENDING, and_wait  # first: as in `send`
         try:
-            self._end(phase, signals=True, waits=and_wait)
+            return self._end(phase, signals=True, waits=and_wait)
         except EpError:
             self.stage, self.waits_already = before, False
             raise
 
-    def _end(self, phase: int, signals: bool, waits: bool) -> None:
+    def _end(self, phase: int, signals: bool, waits: bool) -> int:
         params = self._wait[phase]
         params.signals, params.waits = int(signals), int(waits)
-        self._library.end(params, self._stream())
+        stream = self._stream()
+        self._library.end(params, stream)
+        return stream
 
     def leave(self) -> None:
         """Tell the peers that this rank comes no more; at once, as the last operation may be waiting for them."""
         self._library.leave(self._wait[abi.PHASE_DISPATCH], _device.current_stream(self._a2a.device))
 
-    def pull(self, out: torch.Tensor) -> None:
-        """Add up the peers' rows into `out`."""
+    def pull(self, out: torch.Tensor, stream: int | None = None) -> None:
+        """Add up the peers' rows into `out`; `stream`: that of the last operation, if it is the current one still."""
         self._outbox_params.out = out.data_ptr()
         self._outbox_params.number = abi.NUMBER[out.dtype]
         self._outbox_params.num_rows = out.shape[0]
         self._outbox_params.num_ctas = self._num_ctas(out.shape[0])
-        self._library.combine_pull(self._outbox_params, self._stream())
+        self._library.combine_pull(self._outbox_params, self._stream() if stream is None else stream)

@@ -394,7 +394,7 @@ Schedule = Literal["general", "phased"]
 Kind = Literal["cpu", "gpu", "nvlink"]
 
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
-FEW_CTAS = {"cpu": 2, "gpu": 16, "nvlink": 64}  # of a dispatch whose CTAs share tiles, at most
+FEW_CTAS = {"cpu": 2, "gpu": 32, "nvlink": 64}  # of a dispatch whose CTAs share tiles, at most
 SHARE_BYTES = 8192  # of the rows to all ranks that such a CTA stores, at least
 _CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
     "cpu": ("phased", "general"),

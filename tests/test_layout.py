@@ -193,7 +193,7 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((8, "gpu", None, 4), (4, 4, True, False)),
     ((8, "gpu", None, 8), (8, 8, True, False)),
     ((8, "gpu", None, 9), (16, 8, True, False)),
-    ((8, "gpu", None, 64), (16, 2, True, False)),
+    ((8, "gpu", None, 64), (32, 4, True, False)),
     ((8, "gpu", None, 65), (9, 1, False, False)),
     ((8, "nvlink", None, 64), (64, 8, True, False)),
     ((8, "gpu", 12, 17), (12, 4, True, False)),

@@ -41,9 +41,9 @@ def test_words_have_the_layout_of_the_kernels():
         f"epoch_of(uint64_t word) {{ return word >> {epoch}; }}",
         f"return why.epoch_wanted << {epoch} | why.late_in << {phase} | why.culprit << {culprit} | "
         f"why.reporter << {reporter} | why.failure;",
-        f"publish_warp(c, c.dispatch_flags_offset, state.epoch() << {epoch} | num_tokens);",
+        f"flag = state.epoch() << {epoch} | counts.sent;",
         f"publish_warp(c, c.end_flags_offset, epoch << {epoch} | phase);",
-        f"//   dispatch_flag[source]   epoch << {epoch} | token count ",
+        f"//   dispatch_flag[source, part]   epoch << {epoch} | token count ",
         f"//   end_flag[source]        epoch << {epoch} | phase (combine or release) ",
         f"//   abort_word[source]      epoch << {epoch} | phase << {phase} | culprit << {culprit} | "
         f"reporter << {reporter} | failure ",
