@@ -3,11 +3,13 @@
 // Contracts. A line with a tag is a step or an assertion of tests/model/round.pml, under the same tag. `n` is the
 // epoch of a channel: its n-th round. All flags are u64, in the region of the rank that reads them, one word for each
 // rank that writes (of dispatch flags, for each part of its rows); none is ever reset. A waiter only ever sees epoch
-// n-1 or n, since both waits of a round wait for every peer; so words are compared for the exact epoch. [epoch.exact]
+// n-1 or n, since both waits of a round wait for every peer (of a part that was not raised then, n or an older one); so
+// words are compared for the exact epoch.                                                                 [epoch.exact]
 //
 //   dispatch_flag[source, part]   epoch << 24 | token count                                        [dispatch_flag.word]
 //     writer    the source, one store for each part and peer: a CTA of few, of the parts that it sent to the peers
-//               that are its own; or the last CTA of many, of all; publish                      [dispatch_flag.writer]
+//               that are its own; or the last CTA of many, of all. Of the parts, as many as the count has tiles, one
+//               at least; publish                                                               [dispatch_flag.writer]
 //     reader    the owner: one warp, in its dispatch wait (a kernel of its own, or the last CTA of its dispatch);
 //               ld_acquire_sys                                                                   [dispatch_flag.reader]
 //     meaning   the rows and bitmap words of round n from `source` that the part's CTA sends are visible;
