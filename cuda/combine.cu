@@ -101,13 +101,13 @@ __global__ void end_kernel(const __grid_constant__ WaitParams p) {
   const Phase phase = static_cast<Phase>(p.phase);
   const bool alive = is_alive(c);
   const uint64_t half_rounds = ld_word(&c.state->half_rounds), epoch = half_rounds / 2 + 1, own = c.peers[c.rank];
-  const uint64_t bad_routing = ld_word(&c.state->bad_routing);
+  const uint64_t bad_routing = threadIdx.x == 0 ? ld_word(&c.state->bad_routing) : kNoBadRouting;
   if (phase == kPhaseDispatch) return wait_for_rows_warp(c, alive, epoch, own);
   if (!alive) return;
   if (p.signals) {
     if (half_rounds % 2 == 0) return fail_misuse_warp(c, phase, epoch);
     publish_warp(c, c.end_flags_offset, epoch << 24 | phase);
-    if (bad_routing != kNoBadRouting && threadIdx.x == 0) record_bad_routing(c, bad_routing);
+    if (bad_routing != kNoBadRouting) record_bad_routing(c, bad_routing);
   }
   if (!p.waits || !wait_for_ends_warp(c, phase, epoch, own)) return;
   __syncwarp();  // all lanes have read `half_rounds`; votes and shuffles alone order no memory

@@ -28,10 +28,7 @@ struct FlagPair {
 };
 __device__ __forceinline__ FlagPair ld_acquire_sys_pair(const uint64_t* p) {  // on a multiple of 16 bytes
   FlagPair v;
-  asm volatile("{\n.reg .b128 q;\nld.acquire.sys.global.b128 q, [%2];\nmov.b128 {%0, %1}, q;\n}"
-               : "=l"(v.first), "=l"(v.second)
-               : "l"(p)
-               : "memory");
+  asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.first), "=l"(v.second) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* p) {
@@ -216,6 +213,8 @@ inline void st_release_sys(uint64_t* p, uint64_t v) {
 }
 inline void st_release_sys(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+// A race detector sees no dependencies.
+inline uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) { return atom_add_acq_rel_gpu(p, v); }
 inline void red_min_relaxed_gpu(uint64_t* p, uint64_t v) {
   uint64_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (v < old && !__atomic_compare_exchange_n(p, &old, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -254,8 +253,6 @@ struct FlagPair {
   uint64_t first, second;
 };
 inline FlagPair ld_acquire_sys_pair(const uint64_t* p) { return {ld_acquire_sys(p), ld_acquire_sys(p + 1)}; }
-// A race detector sees no dependencies.
-inline uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) { return atom_add_acq_rel_gpu(p, v); }
 // A bulk load is done when it is issued; a bulk store as late as a GPU may do it, when its thread waits for it.
 inline void barrier_init(uint64_t*) {}
 inline void barrier_expect_bytes(uint64_t*, uint32_t) {}

@@ -221,6 +221,9 @@ inline uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
 #endif
   return hostile::modify(p, [v](uint32_t old) { return old + v; }, true, kRelease);
 }
+inline uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  return hostile::modify(p, [v](uint32_t old) { return old + v; }, false, false);
+}
 inline void red_min_relaxed_gpu(uint64_t* p, uint64_t v) {
   hostile::modify(p, [v](uint64_t old) { return v < old ? v : old; }, false, false);
 }
