@@ -61,6 +61,7 @@ NAMES = {
 }
 ROUTINGS = {"uniform": "uniform", "zipf": "Zipf", "all_to_one": "all to one rank", "holes": "uniform, a third are -1"}
 LABEL_GAP = 0.058  # between the labels of two lines, of a panel's height
+MIN_TOKEN_COUNTS = 3  # of a figure: fewer make no line
 DPI = 150
 LABEL_WIDTH = 0.48  # that of the lines is 1
 STYLE = {
@@ -89,6 +90,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with plt.rc_context(STYLE):
         figures = {"traffic": traffic_figure(wanted.traffic_ranks)}
         for name, group in shapes(rows).items():
+            if len({row["tokens"] for row in group}) < MIN_TOKEN_COUNTS:
+                continue
             figures[name] = speed_figure(group)
             if found := speedup_figure(group):
                 figures[f"{name}_speedup"] = found
@@ -171,7 +174,10 @@ def speed_figure(rows: Sequence[Row]) -> Figure:
             panel.set_xlabel("tokens of each rank")
     panels[0][0].set_ylabel("time of one round's " + rows[0]["op"] + ", us (less is better)")
     panels[1][0].set_ylabel("read + written on all ranks, GB/s (more is better)")
-    figure.suptitle(f"{rows[0]['op'].capitalize()} · {title_of(rows[0])}", x=0.02, ha="left", fontweight="bold")
+    title = f"{rows[0]['op'].capitalize()} · {title_of(rows[0])}"
+    if len(all_ranks) == 1:  # a narrow figure
+        title = "\n".join(title.rsplit(" · ", 1))
+    figure.suptitle(title, x=0.02, ha="left", fontweight="bold")
     figure.text(0.02, 0.012, footnote(rows), fontsize=8, color="#555555")
     figure.tight_layout(rect=(0, 0.025, 1, 0.98))
     for panel in panels.flat:  # when all places are final

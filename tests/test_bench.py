@@ -302,10 +302,11 @@ def test_figures_are_written_and_the_same_each_time(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(plot, "DPI", 40)
     rows = [
         row(variant, us * tokens**0.5, tokens)
-        for tokens in (1, 1024)
+        for tokens in (1, 64, 1024)
         for variant, us in [("ours", 3), ("ours-general", 4), ("flashinfer-0.7.4", 6), ("empty", 1), ("memset", 2)]
     ]
-    harness.write(rows, tmp_path / "rows.json")
+    too_few = [row("ours", us, tokens, routing="zipf") for us, tokens in ((3, 1), (9, 1024))]
+    harness.write([*rows, *too_few], tmp_path / "rows.json")
     out = tmp_path / "figures"
     assert plot.main([str(tmp_path / "rows.json"), "--out", str(out), "--traffic-ranks", "2"]) == 0
     name = "h200_dispatch_h2048_k22_nvfp4_uniform"
