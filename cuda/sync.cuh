@@ -276,9 +276,11 @@ __device__ __forceinline__ uint64_t arrived_flag(const Channel& c, const Flags& 
 // it is told of a later phase; of its own phase, whoever told first is believed. One warp; out of line, as it is rare.
 static __device__ __noinline__ bool give_up_warp(const Channel& c, Phase phase, Flags flags, uint64_t epoch, bool told,
                                                  uint64_t timeout_ns, uint64_t waited_ns) {
+  __syncwarp();  // lanes divide the words anew: none may miss what another has seen
+  // First: who reads such a word with acquire sees all flags that its writer had raised, and misses none of those.
+  const uint64_t first = smallest_abort_warp(c);
   const Why own = late_peer_warp(c, phase, flags, epoch, waited_ns);
   if (!told && own.failure == kHealthy) return true;
-  const uint64_t first = smallest_abort_warp(c);
   const bool in_later_phase = (first & 0xf) == kPeerTimeout && first >> 20 > (epoch << 4 | phase);
   if (own.failure != kHealthy && (!told || in_later_phase)) publish_warp(c, c.abort_words_offset, abort_word(own));
   const uint64_t start = time_ns(), grace_ns = timeout_ns / 10 < kGraceNs ? timeout_ns / 10 : kGraceNs;
