@@ -4,8 +4,8 @@
 //          bitmap; the last CTA raises the flags at every peer, opens the round, and waits for those of all peers
 //          (or a kernel of its own does, in combine.cu)
 //
-// Where tokens are few, CTAs share a tile, each with ranks of its own, as one SM stores no faster than 32 bytes a
-// clock; and each raises the flags of what it sent, as counting CTAs takes longer than a flag.
+// Where tokens are few, CTAs share a tile, each with ranks of its own, as one SM stores only so fast; each raises the
+// flags of what it sent, as counting CTAs takes longer than a flag; and warps may divide ranks, not planes.
 //
 // A token's row has the same number at its source and at every destination, so rows of neighbouring tokens that go to
 // one rank are a run: contiguous here and there. Two schedules move the rows of a tile:
