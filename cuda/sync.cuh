@@ -72,8 +72,8 @@ __device__ __forceinline__ bool is_alive(const Channel& c) {
   return ld_state(&c.state->sticky) == 0;
 }
 
-// What a CTA of a dispatch sends: parts first_part, first_part + part_step, ... of the rows, to ranks r with bit r
-// % 32.
+// What a CTA of a dispatch sends: the parts first_part, first_part + part_step, ... of the rows, to ranks whose bit,
+// their number % 32, is set.
 struct Duty {
   uint32_t first_part;
   uint32_t part_step;
