@@ -108,7 +108,12 @@ int main(int argc, char** argv) {
   const uint32_t num_rounds = static_cast<uint32_t>(std::strtoul(argv[1], nullptr, 10));
   const uint64_t first = std::strtoull(argv[2], nullptr, 10), count = std::strtoull(argv[3], nullptr, 10);
   std::vector<Plan> plans;
-  for (int i = 4; i < argc; ++i) plans.emplace_back(argv[i]);
+  for (int i = 4; i < argc; ++i) {
+    plans.emplace_back(argv[i]);
+    if (plans.back().num_ranks <= hostile::kMostRanks) continue;
+    std::fprintf(stderr, "%s has %u ranks: at most %u\n", argv[i], plans.back().num_ranks, hostile::kMostRanks);
+    return 2;
+  }
   simt::g_hook.store([](simt::Point) { hostile::step(); });
   for (uint64_t seed = first; seed < first + count; ++seed) run_seed(plans, seed, num_rounds);
   const auto number = [](uint64_t value) { return static_cast<unsigned long long>(value); };
