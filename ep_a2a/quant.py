@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -56,11 +57,16 @@ class RowEncoder:
         self._device = device
         self._launch = native.load(native.library_kind(device)).quant_encode
         self._params = abi.with_size(abi.QuantParams(coding=abi.CODING[fmt], hidden=hidden, scale_stride=1))
+        self._places = lru_cache(maxsize=None)(self._place)
+
+    def _place(self, num_rows: int) -> tuple[list[int], int]:
+        """Where the planes of so many rows start in a buffer, and its bytes."""
+        return stacked([num_rows * row_bytes for row_bytes in self._row_bytes])
 
     def __call__(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """The buffer, and the addresses of the format's planes in it. Local; current stream; `values` were checked."""
         params, num_rows = self._params, values.shape[0]
-        starts, num_bytes = stacked([num_rows * row_bytes for row_bytes in self._row_bytes])
+        starts, num_bytes = self._places(num_rows)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         base = buffer.data_ptr()
         planes = [base + start for start in starts]
