@@ -174,7 +174,7 @@ def prepare_dispatch(
     extra: Sequence[torch.Tensor] = (),
     channel: int = 0,
 ) -> Callable[[bool], PendingDispatch]:
-    """Check everything, and encode the rows; what is returned begins the dispatch, and may launch its wait. Local."""
+    """Check everything; what is returned begins the dispatch, and may launch its wait. Local."""
     target = _channel_for_dispatch(a2a, channel)
     inputs = a2a.spec.check(x, topk_ids, topk_weights, num_tokens, extra)
     return lambda and_wait: PendingDispatch(target.send(inputs, and_wait))

@@ -8,7 +8,6 @@ import torch
 
 from ep_a2a import abi
 from ep_a2a.config import Config
-from ep_a2a.quant import RowEncoder
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -58,20 +57,21 @@ def _check_in_words(
 
 
 class DispatchInputs:
-    """Checked inputs of a dispatch, as addresses, rows encoded where they came in full precision."""
+    """Checked inputs of a dispatch, as addresses."""
 
-    __slots__ = ("ids", "num_rows", "num_tokens", "sources", "tail", "tail_stride", "tensors")
+    __slots__ = ("ids", "num_rows", "num_tokens", "sources", "tail", "tail_stride", "tensors", "values")
 
     def __init__(
         self, num_rows: int, sources: list[int], ids: int, tail: int | None, tail_stride: int, num_tokens: int | None
     ) -> None:
         self.num_rows = num_rows
-        self.sources = sources  # of every plane
+        self.sources = sources  # of every plane; without the payload's where `values` are to be encoded
         self.ids = ids
         self.tail = tail  # fp32, behind the rows of ids
         self.tail_stride = tail_stride  # 0: one for all
         self.num_tokens = num_tokens  # int32, or None
         self.tensors: tuple[object, ...] = ()  # that must live
+        self.values: torch.Tensor | None = None  # [T, H] in full precision, of a payload that is encoded
 
 
 class DispatchSpec:
@@ -86,7 +86,6 @@ class DispatchSpec:
         ]
         self._extra = [(f"extra[{i}]", num_bytes) for i, num_bytes in enumerate(config.extra_planes)]
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)  # never in a graph's memory
-        self._encoder = RowEncoder(payload, config.hidden, device) if payload.is_encoded else None
 
     def check(
         self,
@@ -115,25 +114,17 @@ class DispatchSpec:
         if num_tokens is not None:
             is_scalar = isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0
             check_tensor("num_tokens", num_tokens, _INT32, () if is_scalar else (1,), device)
-        kept, planes = self._planes(x)  # perhaps the first launch, behind all checks
+        if isinstance(x, torch.Tensor):  # perhaps the first launch, behind all checks
+            x = (x if config.payload.is_encoded else x.to(config.payload.columns[0].dtype),)
+        encodes = len(x) < len(config.payload.columns)
         ids, tail = topk_ids.data_ptr(), scale.data_ptr() if scale is not None else None
-        tail_stride = scale.dim() if scale is not None else 1
-        if len(planes) > len(config.payload.columns):
-            tail = planes.pop()
+        planes = [] if encodes else [column.data_ptr() for column in x]
         planes += (ids, topk_weights.data_ptr(), *(tensor.data_ptr() for tensor in extra))
         count = None if num_tokens is None else num_tokens.data_ptr()
-        inputs = DispatchInputs(num_rows, planes, ids, tail, tail_stride, count)
-        inputs.tensors = kept, topk_ids, topk_weights, scale, num_tokens, extra
+        inputs = DispatchInputs(num_rows, planes, ids, tail, scale.dim() if scale is not None else 1, count)
+        inputs.tensors = x, topk_ids, topk_weights, scale, num_tokens, extra
+        inputs.values = x[0] if encodes else None
         return inputs
-
-    def _planes(self, x: Rows) -> tuple[object, list[int]]:
-        """What holds the planes of checked rows, and their addresses; last that of a global scale, if made here."""
-        if isinstance(x, tuple):
-            return x, [column.data_ptr() for column in x]
-        if self._encoder is not None:
-            return self._encoder(x)
-        rows = x.to(self._config.payload.columns[0].dtype)
-        return rows, [rows.data_ptr()]
 
     def _check_planes(self, x: object, num_rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """The columns of rows that came encoded, and their global scale."""

@@ -14,6 +14,7 @@ from ep_a2a import abi, native
 from ep_a2a import device as _device
 from ep_a2a import layout as _layout
 from ep_a2a.errors import EpError, RoundError, StickyError
+from ep_a2a.quant import RowEncoder
 from ep_a2a.received import Handle, outbox_view, received_views
 
 if TYPE_CHECKING:
@@ -112,15 +113,7 @@ class Channel:
             per_rank=_layout.divisor(max(1, experts_per_rank)),
             ids_plane=len(config.payload.columns),
         )
-        split = a2a.split.tile_offsets if isinstance(a2a.split, _layout.PhasedSplit) else ()
-        for i, (plane, offset) in enumerate(zip(layout.planes, layout.plane_offsets)):
-            slot = self._dispatch.planes[i]
-            slot.offset, slot.row_bytes, slot.tile_offset = offset, plane.row_bytes, split[i] if split else 0
-            self._dispatch.sources[i].num_bytes = plane.source_bytes
-        self._sources = list(self._dispatch.sources)[: len(layout.planes)]
-        self._grid: _layout.Grid | None = None
-        self._low_bits = 0  # of the addresses of a dispatch; none has this
-        self._ids_source = self._dispatch.sources[len(config.payload.columns)]
+        self._make_sources()
         self._wait = {
             phase: params(abi.WaitParams, phase=phase)
             for phase in (abi.PHASE_DISPATCH, abi.PHASE_COMBINE, abi.PHASE_RELEASE)
@@ -136,6 +129,23 @@ class Channel:
             row_scale_offset=layout.outbox_row.row_scale_offset,
         )
         self._make_route_params(params)
+
+    def _make_sources(self) -> None:
+        """Where the rows of each plane come from and go to; what encodes those that come in full precision."""
+        a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
+        split = a2a.split.tile_offsets if isinstance(a2a.split, _layout.PhasedSplit) else ()
+        for i, (plane, offset) in enumerate(zip(layout.planes, layout.plane_offsets)):
+            slot = self._dispatch.planes[i]
+            slot.offset, slot.row_bytes, slot.tile_offset = offset, plane.row_bytes, split[i] if split else 0
+            self._dispatch.sources[i].num_bytes = plane.source_bytes
+        self._sources = list(self._dispatch.sources)[: len(layout.planes)]
+        encoded = [self._state.data_ptr() + offset for offset in layout.encoded_offsets]
+        self._encode = RowEncoder(config.payload, config.hidden, encoded, self._library) if encoded else None
+        self._encoded = encoded[: len(config.payload.columns)]
+        self._encoded_scales = encoded[-1] if config.payload.row_scale else None
+        self._grid: _layout.Grid | None = None
+        self._low_bits = 0  # of the addresses of a dispatch; none has this
+        self._ids_source = self._dispatch.sources[len(config.payload.columns)]
 
     def _make_route_params(self, params: Callable[..., Any]) -> None:
         a2a, layout, config = self._a2a, self._a2a.layout, self._a2a.config
@@ -238,17 +248,20 @@ class Channel:
         params.num_rows = num_rows
         params.topk_ids = inputs.ids
         params.num_tokens = inputs.num_tokens
-        self._ids_source.tail = inputs.tail
+        stream, addresses, tail = self._stream(), inputs.sources, inputs.tail
+        if inputs.values is not None and self._encode is not None:
+            self._encode(inputs.values, stream)  # where no earlier round reads any more
+            addresses, tail = self._encoded + addresses, self._encoded_scales
+        self._ids_source.tail = tail
         self._ids_source.tail_stride = inputs.tail_stride
         low_bits = 1
-        for source, address in zip(self._sources, inputs.sources):
+        for source, address in zip(self._sources, addresses):
             source.rows = address
             low_bits = low_bits << 4 | address % _layout.VECTOR_BYTES
         if low_bits != self._low_bits:
-            self._align(inputs.sources, low_bits)
+            self._align(addresses, low_bits)
         if (grid := self._a2a.grid(num_rows)) is not self._grid:
             self._use(grid)
-        stream = self._stream()
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, num_rows)
         self._num_rounds += 1

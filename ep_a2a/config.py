@@ -14,7 +14,7 @@ class Sizes:
     """Memory of one rank, in bytes, before anything is allocated."""
 
     region_bytes: int  # symmetric: planes, bitmaps, flags and outbox of all channels
-    state_bytes: int  # private: counts and destination masks of all channels
+    state_bytes: int  # private: counts, destination masks and encoded rows of all channels
     row_bytes: int  # what one token costs at one destination
 
     @property

@@ -231,6 +231,7 @@ class Layout:
     source_counts_offset: int  # in the state: i32 [source rank]
     masks_offset: int  # in the state: u32 [max_tokens, mask_words], bit r of a token's mask = goes to rank r
     mask_words: int
+    encoded_offsets: tuple[int, ...]  # in the state: rows that a dispatch encodes, a plane for each of `plane_names`
     state_bytes: int
 
     def plane_bytes(self, index: int) -> int:
@@ -267,7 +268,15 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
     mask_words = -(-num_ranks // 32)
     source_counts = STATE_HEADER_BYTES
     masks = round_up(source_counts + 4 * num_ranks, PLANE_ALIGN_BYTES)
-    state_bytes = round_up(masks + 4 * mask_words * shape.max_tokens, PLANE_ALIGN_BYTES)
+    cursor = masks  # of the state from here on
+    take(4 * mask_words * shape.max_tokens)
+    encoded: tuple[int, ...] = ()
+    if shape.payload.is_encoded:
+        scale_bytes = [4 * shape.max_tokens] if shape.payload.row_scale else []
+        encoded = tuple(
+            map(take, [p.source_bytes * shape.max_tokens for p in found if p.carries_payload] + scale_bytes)
+        )
+    state_bytes = cursor
     return Layout(
         num_ranks=num_ranks,
         max_tokens=shape.max_tokens,
@@ -286,6 +295,7 @@ def layout(shape: Shape, num_ranks: int) -> Layout:
         source_counts_offset=source_counts,
         masks_offset=masks,
         mask_words=mask_words,
+        encoded_offsets=encoded,
         state_bytes=state_bytes,
     )
 
@@ -297,15 +307,6 @@ def divisor(d: int) -> tuple[int, int]:
     """
     shift = 31 + (d - 1).bit_length()
     return -(-(1 << shift) // d), shift
-
-
-def stacked(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where arrays of these sizes in bytes start one behind the other, each on a vector, and where they end."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += round_up(size, VECTOR_BYTES)
-    return starts, end
 
 
 # ---- pairs of received rows and experts --------------------------------------------------------------------------

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
 from ep_a2a import abi, native
 from ep_a2a.device import check_current, current_stream
-from ep_a2a.layout import Format, stacked
+from ep_a2a.layout import Format
 
 __all__ = ["decode", "encode", "swizzle_scales", "unswizzle_scales"]
 
@@ -48,35 +47,21 @@ def encode(values: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None 
 
 
 class RowEncoder:
-    """`encode` of rows [T, H] with a global scale of each row, into one buffer: less work before the launch."""
+    """`encode` of rows [T, H], each with a global scale, to planes at fixed addresses: little before the launch."""
 
-    def __init__(self, fmt: Format, hidden: int, device: torch.device) -> None:
-        self._row_bytes = [hidden // c.hidden_per_element * c.dtype.itemsize for c in fmt.columns]
-        if fmt.row_scale:
-            self._row_bytes.append(4)
-        self._device = device
-        self._launch = native.load(native.library_kind(device)).quant_encode
+    def __init__(self, fmt: Format, hidden: int, planes: Sequence[int], library: native.Library) -> None:
+        self._launch = library.quant_encode
         self._params = abi.with_size(abi.QuantParams(coding=abi.CODING[fmt], hidden=hidden, scale_stride=1))
-        self._places = lru_cache(maxsize=None)(self._place)
+        self._params.codes, self._params.scales = planes[:2]
+        self._params.global_scale = planes[2] if fmt.row_scale else None
 
-    def _place(self, num_rows: int) -> tuple[list[int], int]:
-        """Where the planes of so many rows start in a buffer, and its bytes."""
-        return stacked([num_rows * row_bytes for row_bytes in self._row_bytes])
-
-    def __call__(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The buffer, and the addresses of the format's planes in it. Local; current stream; `values` were checked."""
-        params, num_rows = self._params, values.shape[0]
-        starts, num_bytes = self._places(num_rows)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        base = buffer.data_ptr()
-        planes = [base + start for start in starts]
+    def __call__(self, values: torch.Tensor, stream: int) -> None:
+        """Encode `values`, which were checked. Local; on `stream`."""
+        params = self._params
         params.number = abi.NUMBER[values.dtype]
-        params.num_rows = num_rows
+        params.num_rows = values.shape[0]
         params.values = values.data_ptr()
-        params.codes, params.scales = planes[:2]
-        params.global_scale = planes[2] if len(planes) > 2 else None
-        self._launch(params, current_stream(self._device))
-        return buffer, planes
+        self._launch(params, stream)
 
 
 def decode(planes: Sequence[torch.Tensor], fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -126,7 +126,12 @@ def test_nothing_overlaps_and_everything_is_aligned(
     assert found.outbox_row.row_bytes % 32 == 0
     assert_outbox_row_holds_all(found.outbox_row, combine, hidden)
     assert found.source_counts_offset + 4 * num_ranks <= found.masks_offset
-    assert found.masks_offset + 4 * found.mask_words * max_tokens <= found.state_bytes
+    ends = [found.masks_offset + 4 * found.mask_words * max_tokens]
+    widths = [plane.source_bytes for plane in found.planes if plane.carries_payload] + [4] * payload.row_scale
+    for offset, row_bytes in zip(found.encoded_offsets, widths if payload.is_encoded else (), strict=True):
+        assert offset >= ends[-1] and offset % 128 == 0
+        ends.append(offset + row_bytes * max_tokens)
+    assert ends[-1] <= found.state_bytes
     assert 32 * found.mask_words >= num_ranks
     sizes = shape.bytes(num_ranks)
     assert sizes.region_bytes == found.region_bytes and sizes.state_bytes == channels * found.state_bytes
