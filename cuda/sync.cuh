@@ -108,7 +108,13 @@ __device__ __forceinline__ void publish_warp(const Channel& c, uint64_t offset, 
   publish_warp(c, offset, value, c.peers, whole_duty(), 1, 1);
 }
 
-// A CTA's place among those of its grid that add to a counter; `done`: the whole of it was.
+// A CTA's place among those of its grid that add to a counter; `all_done`: all of them added that they were done, or
+// will be. A kernel uses a counter, which is 0 before and after it, in one of two ways:
+//
+//   last_cta   at its end, acquire-release: the last one sees what the others wrote
+//   starting   relaxed, by the thread that read the state, what is added depending on that (dispatch.cu): the last one
+//              knows that all have a place on the GPU and have read the state, which it may change; of rows it knows
+//              nothing, those are behind flags
 struct Place {
   bool is_last;
   bool all_done;
