@@ -96,7 +96,7 @@ class A2A:
         return self._channel(channel).scratch.detach()
 
     def check(self) -> None:
-        """Raise what went wrong so far on the device. Local; no synchronisation, under a microsecond.
+        """Raise what went wrong so far on the device. Local; no synchronisation, about a microsecond.
 
         Raises PeerTimeout, PeerLeft, ChannelMisuse, RoundMismatch (for ever); InvalidRouting, InvalidCount,
         CapacityExceeded (once); ClosedError.
