@@ -130,7 +130,7 @@ struct DispatchParams {
   uint32_t ids_plane;         // planes of the payload are before it, weights follow it
   uint32_t whole_planes;      // bit i: the rows of plane i are, bytes and alignment, what a destination gets
   uint32_t narrow_planes;     // bit i: they are not, and not ids or weights
-  uint32_t is_large;          // 1 = the round is larger than a cache
+  uint32_t reserved;
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

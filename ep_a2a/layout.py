@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
 import torch
@@ -73,17 +73,17 @@ class Format:
     hidden_multiple: int
     row_scale: bool = False
 
-    @property
+    @cached_property
     def is_encoded(self) -> bool:
         """Whether codes and scales stand for the values."""
         return len(self.columns) > 1
 
-    @property
+    @cached_property
     def plane_names(self) -> tuple[str, ...]:
         """The planes that hold values: "rows", then "scales" and "global_scale" where the format has them."""
         return (*(column.name for column in self.columns), *(("global_scale",) if self.row_scale else ()))
 
-    @property
+    @cached_property
     def result_dtype(self) -> torch.dtype:
         """Of what combine returns."""
         return torch.bfloat16 if self.is_encoded else self.columns[0].dtype
@@ -340,7 +340,9 @@ TILE_TOKENS = 8  # a byte of the bitmap: kTileTokens in abi.h
 TILE_START = 1664  # of a tile's rows in shared memory: kTileStart
 MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes
 SERVING_WARPS = 8  # of a CTA: one for each token of a tile
-LARGE_ROUND_BYTES = 2 * 1024 * 1024  # of a rank's rows: at every rank they are more than a cache holds
+SM_SHARED_BYTES = 228 * 1024  # of an SM, for all its CTAs; each takes 1 KB beside its own
+LARGE_ROUND_BYTES = 8 * 1024 * 1024  # of a rank's rows, from which on a round is large
+SM_TILE_BYTES = 48 * 1024  # of tiles that keep an SM busy in a large round
 
 
 @dataclass(frozen=True)
@@ -349,6 +351,7 @@ class PhasedSplit:
 
     tile_offsets: tuple[int, ...]  # where a plane's rows begin in a tile, in bytes for each token of the tile
     token_bytes: int  # of a tile
+    large_bytes: int  # of shared memory that a CTA of a large round asks for, so that an SM takes no more than help
 
 
 @dataclass(frozen=True)
@@ -382,12 +385,16 @@ def phased_split(
     row_bytes = [plane.row_bytes for plane in planes(payload, hidden, top_k, extra_planes)]
     if len(row_bytes) > MAX_PLANES:
         return NoSplit(f"{len(row_bytes)} planes, at most {MAX_PLANES} are served")
-    most = (min(shared_bytes, MAX_SHARED_BYTES) - TILE_START) // TILE_TOKENS
+    shared_bytes = min(shared_bytes, MAX_SHARED_BYTES)
+    most = (shared_bytes - TILE_START) // TILE_TOKENS
     if sum(row_bytes) > most:
         return NoSplit(f"a token's rows are {sum(row_bytes)} bytes, more than the {most} of a tile in shared memory")
+    tile_bytes = TILE_START + TILE_TOKENS * sum(row_bytes)
+    share_of_sm = SM_SHARED_BYTES // -(-SM_TILE_BYTES // tile_bytes) // 128 * 128 - 1024
     return PhasedSplit(
         tile_offsets=tuple(sum(row_bytes[:i]) for i in range(len(row_bytes))),
         token_bytes=sum(row_bytes),
+        large_bytes=max(tile_bytes, min(share_of_sm, shared_bytes)),
     )
 
 
@@ -423,7 +430,6 @@ class Grid:
     shares_log2: int
     share_ranks: int
     flags_apart: bool
-    is_large: bool  # at every rank the rows are more than a cache holds
 
 
 def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
@@ -435,14 +441,16 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
         most = min(FEW_CTAS[kind], num_sms or MAX_CTAS[kind]) // tiles
         most = min(most, layout.num_ranks, WARP_LANES, row_bytes * layout.num_ranks // SHARE_BYTES)
         shares_log2 = max(1, most).bit_length() - 1
+    shared_bytes = TILE_START + TILE_TOKENS * (split.token_bytes if split else 0)
+    if split and kind == "gpu" and num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES:
+        shared_bytes = split.large_bytes
     return Grid(
         num_ctas=tiles << shares_log2,
         num_threads=WARP_LANES * (SERVING_WARPS + (split is not None)),
-        shared_bytes=TILE_START + TILE_TOKENS * (split.token_bytes if split else 0),
+        shared_bytes=shared_bytes,
         shares_log2=shares_log2,
         share_ranks=sum(1 << rank for rank in range(0, WARP_LANES, 1 << shares_log2)),
         flags_apart=flags_apart,
-        is_large=num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES,
     )
 
 

@@ -164,12 +164,12 @@ def test_bytes_refuses_other_numbers_of_ranks(ranks, error):
 # ---- the phased split --------------------------------------------------------------------------------------------
 
 SPLITS = [  # warps 0 to 3: activations, scales, ids and the global scale, weights; rows of 1024, 128, 96 and 96 bytes
-    ((NVFP4, 2048, 22, 8, ()), PhasedSplit((0, 1024, 1152, 1248), 1344)),
-    ((NVFP4, 512, 4, 4, ()), PhasedSplit((0, 256, 288, 320), 352)),
-    ((NVFP4, 7168, 8, 128, ()), PhasedSplit((0, 3584, 4032, 4096), 4128)),
-    ((BF16, 7168, 8, 8, ()), PhasedSplit((0, 14336, 14368), 14400)),
-    ((BF16, 64, 2, 2, (1, 640, 36)), PhasedSplit((0, 128, 160, 192, 224, 864), 928)),
-    ((BF16, 12656, 1, 1, ()), PhasedSplit((0, 25312, 25344), 25376)),
+    ((NVFP4, 2048, 22, 8, ()), PhasedSplit((0, 1024, 1152, 1248), 1344, 57344)),  # 4 CTAs of 12,416 bytes on an SM
+    ((NVFP4, 512, 4, 4, ()), PhasedSplit((0, 256, 288, 320), 352, 20096)),  # 11 of 4,480
+    ((NVFP4, 7168, 8, 128, ()), PhasedSplit((0, 3584, 4032, 4096), 4128, 115712)),  # 2 of 34,688
+    ((BF16, 7168, 8, 8, ()), PhasedSplit((0, 14336, 14368), 14400, 204800)),  # 1
+    ((BF16, 64, 2, 2, (1, 640, 36)), PhasedSplit((0, 128, 160, 192, 224, 864), 928, 37888)),  # 6 of 9,088
+    ((BF16, 12656, 1, 1, ()), PhasedSplit((0, 25312, 25344), 25376, 204800)),
 ]
 REFUSED = [  # 8 tokens have 204,800 - 1,664 bytes
     ((BF16, 16384, 1, 1, ()), "32832 bytes.*25392"),
@@ -192,6 +192,16 @@ def test_a_tile_in_shared_memory():
     assert grid.shared_bytes == 1664 and grid.num_threads == 256
 
 
+def test_as_many_ctas_of_a_large_round_share_an_sm_as_were_meant():
+    for (payload, hidden, top_k, ranks, extra), split in SPLITS:
+        tile_bytes = 1664 + 8 * split.token_bytes
+        wanted = -(-48 * 1024 // tile_bytes)
+        assert 228 * 1024 // (split.large_bytes + 1024) == wanted, (payload, hidden)
+        small = phased_split(payload, hidden, top_k, ranks, extra, shared_bytes=max(tile_bytes, 99 * 1024))
+        assert isinstance(small, PhasedSplit)  # of a GPU whose CTAs may have less
+        assert tile_bytes <= small.large_bytes <= max(tile_bytes, 99 * 1024)
+
+
 GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((8, "gpu", None, 0), (1, 1, True, False)),
     ((8, "gpu", None, 1), (1, 1, True, False)),  # 10,752 bytes
@@ -203,8 +213,10 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((8, "nvlink", None, 64), (64, 8, True, False)),
     ((8, "gpu", 12, 17), (12, 4, True, False)),
     ((8, "gpu", 1, 1), (1, 1, True, False)),
-    ((8, "gpu", 5, 1560), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
-    ((8, "gpu", 9, 1561), (9, 1, False, True)),
+    ((8, "gpu", 5, 6241), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
+    ((8, "gpu", None, 6241), (781, 1, False, False)),
+    ((8, "gpu", 9, 6242), (9, 1, False, True)),  # 8,389,248 bytes
+    ((8, "nvlink", 9, 6242), (9, 1, False, False)),
     ((6, "gpu", None, 8), (4, 4, True, False)),
     ((16, "gpu", None, 1), (2, 2, True, False)),
     ((16, "gpu", None, 7), (16, 16, True, False)),
@@ -212,7 +224,7 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((128, "nvlink", None, 8), (32, 32, True, False)),
     ((128, "nvlink", None, 9), (2, 1, False, False)),
     ((4, "cpu", None, 8), (2, 2, True, False)),
-    ((4, "cpu", None, 8192), (64, 1, False, True)),
+    ((4, "cpu", None, 8192), (64, 1, False, False)),
 ]
 
 
@@ -221,7 +233,8 @@ def test_the_grid_of_a_dispatch(arguments, wanted):
     num_ranks, *others = arguments
     split = phased_split(NVFP4, 2048, 22, num_ranks)
     grid = dispatch_grid(layout(config(max_tokens=8192), num_ranks), split, *others)
-    assert (grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.is_large) == wanted
+    found = grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.shared_bytes == split.large_bytes
+    assert found == wanted
     of_shares = [grid.share_ranks << share & 2**32 - 1 for share in range(1 << grid.shares_log2)]
     assert sum(of_shares) == 2**32 - 1  # each rank is of one
     assert all((grid.share_ranks >> rank & 1) == (rank % len(of_shares) == 0) for rank in range(32))
