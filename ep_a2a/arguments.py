@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -56,22 +57,16 @@ def _check_in_words(
     return tensor
 
 
-class DispatchInputs:
+class DispatchInputs(NamedTuple):
     """Checked inputs of a dispatch, as addresses."""
 
-    __slots__ = ("ids", "num_rows", "num_tokens", "sources", "tail", "tail_stride", "tensors", "values")
-
-    def __init__(
-        self, num_rows: int, sources: list[int], ids: int, tail: int | None, tail_stride: int, num_tokens: int | None
-    ) -> None:
-        self.num_rows = num_rows
-        self.sources = sources  # of every plane; without the payload's where `values` are to be encoded
-        self.ids = ids
-        self.tail = tail  # fp32, behind the rows of ids
-        self.tail_stride = tail_stride  # 0: one for all
-        self.num_tokens = num_tokens  # int32, or None
-        self.tensors: tuple[object, ...] = ()  # that must live
-        self.values: torch.Tensor | None = None  # [T, H] in full precision, of a payload that is encoded
+    num_rows: int
+    sources: list[int]  # of every plane; without the payload's where `values` are to be encoded
+    tail: int | None  # fp32, behind the rows of ids
+    tail_stride: int  # 0: one for all
+    num_tokens: int | None  # int32
+    values: torch.Tensor | None  # [T, H] in full precision, of a payload that is encoded
+    tensors: tuple[object, ...]  # that must live
 
 
 class DispatchSpec:
@@ -80,10 +75,13 @@ class DispatchSpec:
     def __init__(self, config: Config, device: torch.device) -> None:
         payload = config.payload
         self._config, self._device = config, device
+        self._top_k, self._hidden, self._max_tokens = config.top_k, config.hidden, config.max_tokens
+        self._dtype = None if payload.is_encoded else payload.columns[0].dtype  # of rows as they are
         self._columns = [
             (f"x: {c.name}", (c.dtype,), config.hidden // c.hidden_per_element)
             for c in (payload.columns if payload.is_encoded else ())
         ]
+        self._legal = {len(self._columns), len(payload.plane_names)}  # tensors of encoded rows
         self._extra = [(f"extra[{i}]", num_bytes) for i, num_bytes in enumerate(config.extra_planes)]
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)  # never in a graph's memory
 
@@ -96,45 +94,40 @@ class DispatchSpec:
         extra: Sequence[torch.Tensor],
     ) -> DispatchInputs:
         """The inputs, if all of them fit. Raises TypeError, ValueError."""
-        config, device = self._config, self._device
+        device, top_k = self._device, self._top_k
         first = x[0] if isinstance(x, tuple) and x else x
         rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() == 2 else "T"
-        check_tensor("topk_ids", topk_ids, _INT32, (rows, config.top_k), device)
-        num_rows = topk_ids.shape[0]
-        if num_rows > config.max_tokens:
-            raise ValueError(f"{num_rows} tokens, but max_tokens={config.max_tokens}")
+        num_rows = check_tensor("topk_ids", topk_ids, _INT32, (rows, top_k), device).shape[0]
+        if num_rows > self._max_tokens:
+            raise ValueError(f"{num_rows} tokens, but max_tokens={self._max_tokens}")
         scale: torch.Tensor | None = None
+        values: torch.Tensor | None = None
+        columns: tuple[torch.Tensor, ...] = ()
         if isinstance(x, torch.Tensor):
-            check_tensor("x", x, _NUMBERS, (num_rows, config.hidden), device)
+            values = check_tensor("x", x, _NUMBERS, (num_rows, self._hidden), device)
         else:
-            x, scale = self._check_planes(x, num_rows)
-        check_tensor("topk_weights", topk_weights, _FP32, (num_rows, config.top_k), device)
+            columns, scale = self._check_planes(x, num_rows)
+        check_tensor("topk_weights", topk_weights, _FP32, (num_rows, top_k), device)
         if self._extra or not isinstance(extra, (tuple, list)) or extra:
             self._check_extra(extra, num_rows)
+        count: int | None = None
         if num_tokens is not None:
             is_scalar = isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0
-            check_tensor("num_tokens", num_tokens, _INT32, () if is_scalar else (1,), device)
-        if isinstance(x, torch.Tensor):  # perhaps the first launch, behind all checks
-            x = (x if config.payload.is_encoded else x.to(config.payload.columns[0].dtype),)
-        encodes = len(x) < len(config.payload.columns)
-        ids, tail = topk_ids.data_ptr(), scale.data_ptr() if scale is not None else None
-        planes = [] if encodes else [column.data_ptr() for column in x]
-        planes += (ids, topk_weights.data_ptr(), *(tensor.data_ptr() for tensor in extra))
-        count = None if num_tokens is None else num_tokens.data_ptr()
-        inputs = DispatchInputs(num_rows, planes, ids, tail, scale.dim() if scale is not None else 1, count)
-        inputs.tensors = x, topk_ids, topk_weights, scale, num_tokens, extra
-        inputs.values = x[0] if encodes else None
-        return inputs
+            count = check_tensor("num_tokens", num_tokens, _INT32, () if is_scalar else (1,), device).data_ptr()
+        if values is not None and self._dtype is not None:
+            columns, values = (values.to(self._dtype),), None  # perhaps the first launch, behind all checks
+        tail, tail_stride = (None, 1) if scale is None else (scale.data_ptr(), scale.dim())
+        sources = [tensor.data_ptr() for tensor in (*columns, topk_ids, topk_weights, *extra)]
+        tensors = columns, topk_ids, topk_weights, scale, num_tokens, extra
+        return DispatchInputs(num_rows, sources, tail, tail_stride, count, values, tensors)
 
     def _check_planes(self, x: object, num_rows: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """The columns of rows that came encoded, and their global scale."""
-        payload, device = self._config.payload, self._device
-        if not payload.is_encoded:
+        payload, device, num_columns = self._config.payload, self._device, len(self._columns)
+        if not num_columns:
             raise TypeError(f"x is a {type(x).__name__}: {payload} rows are one tensor")
-        num_columns = len(self._columns)
-        if not isinstance(x, tuple) or len(x) not in (num_columns, num_columns + payload.row_scale):
-            legal = sorted({num_columns, len(payload.plane_names)})
-            tuples = " or ".join(f"({', '.join(payload.plane_names[:n])})" for n in legal)
+        if not isinstance(x, tuple) or len(x) not in self._legal:
+            tuples = " or ".join(f"({', '.join(payload.plane_names[:n])})" for n in sorted(self._legal))
             raise TypeError(f"x must be a tensor, or for {payload} {tuples}")
         for tensor, (name, dtypes, width) in zip(x, self._columns):
             check_tensor(name, tensor, dtypes, (num_rows, width), device)

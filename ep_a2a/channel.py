@@ -144,7 +144,8 @@ class Channel:
         self._encoded = encoded[: len(config.payload.columns)]
         self._encoded_scales = encoded[-1] if config.payload.row_scale else None
         self._grid: _layout.Grid | None = None
-        self._low_bits = 0  # of the addresses of a dispatch; none has this
+        self._found: tuple[object, ...] = ()  # where the inputs of the last dispatch were
+        self._low_bits: list[int] = []
         self._ids_source = self._dispatch.sources[len(config.payload.columns)]
 
     def _make_route_params(self, params: Callable[..., Any]) -> None:
@@ -175,19 +176,33 @@ class Channel:
         params.num_ctas, params.num_threads = grid.num_ctas, grid.num_threads
         params.shared_bytes = grid.shared_bytes
         params.shares_log2, params.share_ranks = grid.shares_log2, grid.share_ranks
-        params.flags_apart, params.is_large = int(grid.flags_apart), int(grid.is_large)
+        params.flags_apart = int(grid.flags_apart)
 
-    def _align(self, addresses: list[int], low_bits: int) -> None:
+    def _find(
+        self, num_rows: int, sources: list[int], tail: int | None, tail_stride: int, num_tokens: int | None
+    ) -> None:
+        """Read the inputs of a dispatch at these addresses."""
+        params = self._dispatch
+        params.num_rows, params.num_tokens = num_rows, num_tokens
+        params.topk_ids = sources[params.ids_plane]
+        self._ids_source.tail, self._ids_source.tail_stride = tail, tail_stride
+        for source, address in zip(self._sources, sources):
+            source.rows = address
+        low_bits = [address % _layout.VECTOR_BYTES for address in sources]
+        if low_bits != self._low_bits:
+            self._align(sources)
+            self._low_bits = low_bits
+
+    def _align(self, sources: list[int]) -> None:
         """Read the rows of every plane as the low bits of their addresses allow."""
         params, whole, narrow = self._dispatch, 0, 0
-        for i, (address, plane) in enumerate(zip(addresses, self._a2a.layout.planes)):
+        for i, (address, plane) in enumerate(zip(sources, self._a2a.layout.planes)):
             align_bytes = _layout.alignment(address | plane.source_bytes)
             params.sources[i].align_bytes = align_bytes
             if not 0 <= i - params.ids_plane <= 1:
                 fits = align_bytes == _layout.VECTOR_BYTES and plane.source_bytes == plane.row_bytes
                 whole, narrow = whole | fits << i, narrow | (not fits) << i
         params.whole_planes, params.narrow_planes = whole, narrow
-        self._low_bits = low_bits
 
     # ---- what went wrong ----
 
@@ -200,8 +215,10 @@ class Channel:
 
     def raise_input_error(self) -> None:
         """Raise and clear what a kernel had to correct in the inputs of an earlier round, or could not place."""
-        if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
-            raise error
+        routing, count, capacity = self._inputs_seen
+        if routing.present or count.present or capacity.present:
+            if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
+                raise error
 
     def raise_if_known(self) -> None:
         """Raise the end of the channel as soon as the host can know: on a CPU a launch has run when it returns."""
@@ -244,24 +261,17 @@ class Channel:
     def send(self, inputs: DispatchInputs, and_wait: bool) -> Handle:
         """Send the rows of a new round; `and_wait`: what launches it also waits for those of the peers."""
         params, num_rows = self._dispatch, inputs.num_rows
-        params.waits = int(and_wait)
-        params.num_rows = num_rows
-        params.topk_ids = inputs.ids
-        params.num_tokens = inputs.num_tokens
-        stream, addresses, tail = self._stream(), inputs.sources, inputs.tail
+        stream, sources, tail = self._stream(), inputs.sources, inputs.tail
         if inputs.values is not None and self._encode is not None:
             self._encode(inputs.values, stream)  # where no earlier round reads any more
-            addresses, tail = self._encoded + addresses, self._encoded_scales
-        self._ids_source.tail = tail
-        self._ids_source.tail_stride = inputs.tail_stride
-        low_bits = 1
-        for source, address in zip(self._sources, addresses):
-            source.rows = address
-            low_bits = low_bits << 4 | address % _layout.VECTOR_BYTES
-        if low_bits != self._low_bits:
-            self._align(addresses, low_bits)
+            sources, tail = self._encoded + sources, self._encoded_scales
+        found = num_rows, sources, tail, inputs.tail_stride, inputs.num_tokens
+        if found != self._found:  # often all lies where it lay before
+            self._find(*found)
+            self._found = found
         if (grid := self._a2a.grid(num_rows)) is not self._grid:
             self._use(grid)
+        params.waits = and_wait
         self._inputs = inputs
         handle = self.handle = Handle(self._a2a, self.index, self._num_rounds, num_rows)
         self._num_rounds += 1
