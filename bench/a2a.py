@@ -35,12 +35,12 @@ sys.path.append(str(ROOT))
 
 from bench import cases, harness, table  # noqa: E402
 from bench.cases import OPERATIONS, PAYLOADS, Case  # noqa: E402
-from bench.variants import Alone, Empty, Memset, Ours, Ranks, Rival, Together, Variant  # noqa: E402
+from bench.variants import Alone, Empty, Memset, Ours, Ranks, Rival, Stream, Together, Variant  # noqa: E402
 from ep_a2a import layout, testing, world  # noqa: E402
 
 Row = dict[str, Any]
 SCHEDULES = ("auto", *get_args(layout.Schedule))
-VARIANTS = ("ours", "ours-general", "peers", "copy", "memset", "empty")
+VARIANTS = ("ours", "ours-general", "peers", "copy", "memset", "stream", "empty")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"ranks": [4], "tokens": [1, 8, 64], "schedule": ["phased", "general"], "variants": ["ours", "copy"]},
     "cuda": {"ranks": [8], "tokens": [2**i for i in (0, *range(2, 14))], "schedule": ["auto"], "variants": [*VARIANTS]},
@@ -177,9 +177,16 @@ class Bench:
         for rival in self._rivals if case.payload == "nvfp4" else ():
             rival.prepare(self._wanted.ops, case, inputs.planes["ids"].cpu())
             found.append(rival)
+        num_processes = len(self._ranks.gather(0))
         if "memset" in self._wanted.variants:
-            share = {op: moved[op].written // len(self._ranks.gather(0)) for op in self._wanted.ops}
+            share = {op: moved[op].written // num_processes for op in self._wanted.ops}
             found.append(Memset(self._ranks, self._clock, share))
+        if "stream" in self._wanted.variants and self._clock.device == "cuda":
+            read, written = (n // num_processes for n in (moved["dispatch"].read, moved["dispatch"].written))
+            try:
+                found.append(Stream(self._ranks, self._clock, read, written))
+            except ImportError as error:
+                self._tell(f"stream: {error}")
         if "empty" in self._wanted.variants:
             found.append(Empty(self._ranks, self._clock, self._wanted.ops))
         return found

@@ -41,7 +41,7 @@ from ep_a2a import testing  # noqa: E402
 Row = dict[str, Any]
 Points = dict[int, float]  # by tokens
 SHAPE = ("device", "world", "op", "hidden", "top_k", "payload", "routing", "num_sms")
-NO_PEERS = ("ours", "ours-general", "copy", "memset", "empty")
+NO_PEERS = ("ours", "ours-general", "copy", "memset", "stream", "empty")
 STYLES = {  # colours that the colour-blind tell apart, and a marker each
     "ours": ("#0072B2", "o", "-"),
     "ours-general": ("#56B4E9", "v", "-"),
@@ -50,6 +50,7 @@ STYLES = {  # colours that the colour-blind tell apart, and a marker each
     "flashinfer-0.7.0-generic": ("#CC79A7", "^", "-"),
     "nccl": ("#009E73", "P", "-"),
     "empty": ("#888888", "", "-."),
+    "stream": ("#000000", "", ":"),
     "floor": ("#000000", "", "--"),
 }
 NAMES = {
@@ -57,6 +58,7 @@ NAMES = {
     "ours-general": "ep_a2a, general schedule",
     "nccl": "NCCL all-to-all",
     "empty": "empty kernels",
+    "stream": "the same bytes, contiguous",
     "floor": "floor (bytes at copy rate)",
 }
 ROUTINGS = {"uniform": "uniform", "zipf": "Zipf", "all_to_one": "all to one rank", "holes": "uniform, a third are -1"}

@@ -14,7 +14,7 @@ WIDTH = 150  # where the screen is none
 MOST_ROWS = 100  # more are in the file only
 SMALL_TOKENS = 64  # up to here launches count
 MOST_EMPTY = 0.8  # of a time: then what is left of it tells nothing
-PLAIN = ("copy", "memset", "empty")
+PLAIN = ("copy", "memset", "stream", "empty")
 SHAPE = ("world", "ranks", "hidden", "top_k", "payload", "routing", "num_sms", "op")
 
 

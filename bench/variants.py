@@ -271,6 +271,42 @@ def memset(buffer: torch.Tensor) -> None:
         raise RuntimeError(f"cuMemsetD32Async: error {code}")
 
 
+STREAM_KERNEL = """
+extern "C" __global__ void stream(const uint4* from, uint4* to, long long num_read, long long num_written) {
+  const long long first = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  if (first >= num_read) return;
+  const uint4 vector = __ldcs(from + first);
+  for (long long i = first; i < num_written; i += num_read) __stcs(to + i, vector);
+}
+"""
+STREAM_THREADS = 512
+
+
+class Stream(Timed):
+    """The bytes of a dispatch by the plainest kernel: it reads one piece of memory once, and writes it several times.
+
+    Memory that reads and writes in turn is slower than in a copy, where as much is read as written. Needs CuPy.
+    """
+
+    name = "stream"
+
+    def __init__(self, ranks: Ranks, clock: Clock, num_read: int, num_written: int) -> None:
+        super().__init__(clock, ranks.level)
+        import cupy
+
+        kernel = cupy.RawKernel(STREAM_KERNEL, "stream")
+        read, written = max(1, num_read // 16), max(1, num_written // 16)
+        source, target = (torch.ones(16 * n, dtype=torch.uint8, device=clock.device) for n in (read, written))
+        arguments = source.data_ptr(), target.data_ptr(), read, written
+        self._kept = source, target
+
+        def run() -> None:
+            with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                kernel((-(-read // STREAM_THREADS),), (STREAM_THREADS,), arguments)
+
+        self._samples = {"dispatch": Sample(run)}
+
+
 # ---- other libraries ---------------------------------------------------------------------------------------------
 
 

@@ -216,9 +216,9 @@ class Channel:
     def raise_input_error(self) -> None:
         """Raise and clear what a kernel had to correct in the inputs of an earlier round, or could not place."""
         routing, count, capacity = self._inputs_seen
-        if routing.present or count.present or capacity.present:
-            if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
-                raise error
+        is_any = routing.present or count.present or capacity.present
+        if is_any and (error := native.take_input_error(self._a2a.rank, self._inputs_seen)):
+            raise error
 
     def raise_if_known(self) -> None:
         """Raise the end of the channel as soon as the host can know: on a CPU a launch has run when it returns."""
