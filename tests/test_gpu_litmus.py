@@ -22,6 +22,8 @@ CONTRACTS = (
     "bulk.store",
     "bulk.load",
     "bulk.store_and_load",
+    "parts.store",
+    "parts.bulk",
     "abort_word.rows",
     "abort_word.record",
     "record.status",
@@ -30,6 +32,7 @@ CONTRACTS = (
 CONTROLS = (
     "flag_first",
     "relaxed",
+    "parts.of_others",
     "acquire.missing",
     "end_flag.early",
     "end_flag.relaxed",

@@ -38,11 +38,14 @@ constexpr Litmus kContracts[] = {
     {"bulk.store", Send::kBulk, Read::kLater, End::kInOrder, 16, false, false},
     {"bulk.load", Send::kStores, Read::kBulk, End::kInOrder, 16, false, false},
     {"bulk.store_and_load", Send::kBulk, Read::kBulk, End::kInOrder, 16, false, false},
+    {"parts.store", Send::kParts, Read::kLater, End::kInOrder, 16, false, false},
+    {"parts.bulk", Send::kPartsBulk, Read::kSameKernel, End::kInOrder, 16, false, false},
     {"abort", Send::kStores, Read::kLater, End::kAbort, 16, false, false},
 };
 constexpr Litmus kControls[] = {
     {"flag_first", Send::kFlagFirst, Read::kSameKernel, End::kInOrder, 0, true, true},
     {"relaxed", Send::kRelaxed, Read::kRelaxed, End::kInOrder, 0, true, false},
+    {"parts.of_others", Send::kPartsOfOthers, Read::kSameKernel, End::kInOrder, 0, true, false},
     {"acquire.missing", Send::kStores, Read::kRelaxed, End::kInOrder, 0, true, false},
     {"end_flag.early", Send::kStores, Read::kLater, End::kEarly, 2, true, false},
     {"end_flag.relaxed", Send::kStores, Read::kLater, End::kRelaxed, 0, true, false},
@@ -122,7 +125,6 @@ World::World(uint32_t num_ranks) : ranks(num_ranks) {
     c.rank = r;
     c.num_ranks = num_ranks;
     c.max_tokens = kRows;
-    c.flag_parts = 1;
     c.dispatch_flags_offset = 0;
     c.end_flags_offset = 1024;
     c.abort_words_offset = 2048;
@@ -161,6 +163,9 @@ void start(const Rank& rank, uint32_t ctas, uint32_t threads, size_t shared_byte
 void start_send(Send send, const Rank& rank) {
   switch (send) {
     case Send::kStores: return start<send_kernel<Send::kStores>>(rank, kCtas, kThreads, 0);
+    case Send::kParts: return start<send_parts_kernel<Send::kParts>>(rank, kCtas, kThreads, 0);
+    case Send::kPartsBulk: return start<send_parts_kernel<Send::kPartsBulk>>(rank, kCtas, kThreads, kBulkShared);
+    case Send::kPartsOfOthers: return start<send_parts_kernel<Send::kPartsOfOthers>>(rank, kCtas, kThreads, 0);
     case Send::kFlagFirst: return start<send_kernel<Send::kFlagFirst>>(rank, kCtas, kThreads, 0);
     case Send::kRelaxed: return start<send_kernel<Send::kRelaxed>>(rank, kCtas, kThreads, 0);
     case Send::kBulk: return start<send_kernel<Send::kBulk>>(rank, kCtas, kThreads, kBulkShared);
@@ -199,6 +204,9 @@ void start_round(const Litmus& litmus, const Rank& rank) {
 }
 
 void World::capture(const Litmus& litmus, Rank& rank, uint32_t num_rounds) {
+  const bool by_parts =
+      litmus.send == Send::kParts || litmus.send == Send::kPartsBulk || litmus.send == Send::kPartsOfOthers;
+  rank.params.channel.flag_parts = by_parts ? kParts : 1;
   rank.params.ignores_abort = litmus.end == End::kAbort;
   rank.params.delay_one_of = litmus.delay_one_of;
   CUDA(cudaSetDevice(rank.device));

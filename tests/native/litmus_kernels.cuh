@@ -11,14 +11,25 @@
 constexpr uint32_t kLitmusRanks = 8;  // at most
 constexpr uint32_t kRows = 64, kRowBytes = 1024, kVectors = kRowBytes / kVectorBytes;
 constexpr uint32_t kCtas = 16, kThreads = 128, kWaitingCtas = 8;
-constexpr long long kDelayCycles = 20'000;  // about 10 us
+constexpr uint32_t kParts = 8, kShares = kCtas / kParts;  // of the flags of CTAs that raise their own
+constexpr long long kDelayCycles = 20'000;                // about 10 us
 constexpr uint64_t kTimeoutNs = 4'000'000'000;
 constexpr uint64_t kRowsOffset = 4096, kOutboxOffset = kRowsOffset + kLitmusRanks * kRows * kRowBytes;
 constexpr uint64_t kRegionBytes = kOutboxOffset + kLitmusRanks * kRows * kRowBytes;
 constexpr size_t kBulkShared = kRowBytes + 64;  // a row and an mbarrier
 
-enum class Send { kStores, kBulk, kFlagFirst, kRelaxed, kBulkRead, kBulkNoFence };  // from the third on: controls
-enum class Read { kLater, kSameKernel, kBulk, kRelaxed, kBulkNoFence };             // likewise, from kRelaxed on
+enum class Send {
+  kStores,
+  kBulk,
+  kParts,
+  kPartsBulk,
+  kFlagFirst,  // from here on: controls
+  kRelaxed,
+  kBulkRead,
+  kBulkNoFence,
+  kPartsOfOthers
+};
+enum class Read { kLater, kSameKernel, kBulk, kRelaxed, kBulkNoFence };  // from kRelaxed on: controls
 
 struct Found {  // what one rank counted
   unsigned long long rows_seen, rows_old, rows_new;
@@ -139,6 +150,33 @@ __global__ void send_kernel(const __grid_constant__ LitmusParams p) {
   }
   if (!last_cta(&c.state->send_counter) || threadIdx.x >= kLanes) return;
   if (kSend != Send::kFlagFirst) publish_warp(c, c.dispatch_flags_offset, flag);
+}
+
+// CTAs that divide the rows by parts and by ranks: each raises the flags of what it sends, and counts no others.
+template <Send kSend>
+__global__ void send_parts_kernel(const __grid_constant__ LitmusParams p) {
+  constexpr uint32_t kRowsOfPart = kRows / kParts;
+  const Channel& c = p.channel;
+  if (has_ended(p)) return;
+  const uint32_t round = round_of(c), share = blockIdx.x % kShares, part = blockIdx.x / kShares;
+  const Duty duty{part, kParts, 0x55555555u << share};
+  for (uint32_t owner = share; owner < c.num_ranks; owner += kShares) {
+    for (uint32_t row = part * kRowsOfPart; row < (part + 1) * kRowsOfPart; ++row) {
+      if constexpr (kSend == Send::kPartsBulk) {
+        send_row_bulk_cta<kSend>(c, round, owner, row);
+      } else {
+        for (uint32_t v = threadIdx.x; v < kVectors; v += blockDim.x) {
+          st_vector(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row) + v * kVectorBytes,
+                    vector_of(round, c.rank, owner, row * kVectors + v, 0));
+        }
+      }
+    }
+  }
+  if (kSend == Send::kPartsBulk && threadIdx.x == 0) bulk_wait_all();
+  __syncthreads();
+  if (threadIdx.x >= kLanes) return;
+  const Duty raised = kSend == Send::kPartsOfOthers ? Duty{0, 1, duty.rank_bits} : duty;
+  publish_warp(c, c.dispatch_flags_offset, uint64_t{round} << 24 | kRows, c.peers, raised, kParts, kParts);
 }
 
 __global__ void litmus_wait_kernel(const __grid_constant__ LitmusParams p) {
