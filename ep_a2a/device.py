@@ -124,7 +124,8 @@ class GpuTurn(Turn):
         if self._last != now and self._last is not None:
             self._join(self._last, now)
         self._last, self._marked = now, False
-        self._capture = self._capture_id(now)  # by now a wait may have brought the stream into one
+        # By now a wait may have brought the stream into a capture.
+        self._capture = self._capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
         return now
 
     def mark(self) -> None:

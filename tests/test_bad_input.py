@@ -87,6 +87,8 @@ BAD_DISPATCH = {
     "packed scales dtype": (lambda: {"x": packed(scales_dtype=torch.uint8)}, TypeError, "scales.*uint8.*float8_e4m3fn"),
     "packed global": (lambda: {"x": (*packed(), torch.ones(3))}, ValueError, r"global_scale.*\[3\].*\[4\]"),
     "packed global dtype": (lambda: {"x": (*packed(), torch.ones(4).double())}, TypeError, "global_scale.*float64"),
+    "packed list": (lambda: {"x": list(packed())}, TypeError, "x must be a tensor"),
+    "packed global negated": (lambda: {"x": (*packed(), torch._neg_view(torch.ones(4)))}, ValueError, "negated view"),
     "packed one": (lambda: {"x": packed()[:1]}, TypeError, r"\(rows, scales\) or \(rows, scales, global_scale\)"),
     "packed four": (
         lambda: {"x": (*packed(), torch.ones(4), torch.ones(4))},
@@ -101,9 +103,12 @@ def round_of(a2a, round_=0):
     a2a.check()
 
 
-def test_bad_arguments_of_dispatch():
+@pytest.mark.parametrize("good_before", [False, True])
+def test_bad_arguments_of_dispatch(good_before):
     def body(group):
         with ep_a2a.connect(CASE.config(), group=group) as a2a:
+            for x in (good()["x"], packed(), (*packed(), torch.ones(4)), (*packed(), torch.ones(()))) * good_before:
+                ep_a2a.release(a2a, ep_a2a.dispatch(a2a, **good(x=x))[1])
             for i, (name, (change, error, text)) in enumerate(BAD_DISPATCH.items()):
                 if a2a.rank != i % a2a.num_ranks:  # one rank errs, the others do not know
                     continue

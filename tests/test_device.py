@@ -38,6 +38,7 @@ class Cuda:
             ExternalStream=lambda handle, device: handle,
             default_stream=lambda _: 0,
             current_stream=lambda _=None: self.current,
+            is_current_stream_capturing=lambda: self.current in self.capturing,
         )
         raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: self.current)
         monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=fake, device=torch.device, _C=raw))
