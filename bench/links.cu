@@ -93,7 +93,7 @@ __global__ void copy_bulk(CopyParams p) {
       atomicAdd(p.late, 1u);
       return;
     }
-    bulk_store(p.to + row * p.row_bytes, slots + slot * p.row_bytes, p.row_bytes, evict_first());
+    bulk_store(p.to + row * p.row_bytes, slots + slot * p.row_bytes, p.row_bytes);
     bulk_commit();
   }
   bulk_wait_all();

@@ -177,7 +177,6 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const D
   const uint32_t lane = threadIdx.x % kLanes;
   const char* from = tile_rows(plane);
   char* to = row_in(c, 0, plane.offset, plane.row_bytes, c.rank, tile.first);
-  const uint64_t policy = evict_first();
 #pragma unroll 1
   for (uint32_t word = 0; word < c.mask_words; ++word) {
     const uint32_t left = c.num_ranks - word * kLanes, num_ranks = left < kLanes ? left : kLanes;
@@ -193,7 +192,7 @@ __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const D
       if (!begins) continue;
       const uint32_t token = __ffs(begins) - 1, length = __ffs(~(tokens >> token)) - 1;
       bulk_store(to + shared.peers[word * kLanes + rank] + token * plane.row_bytes, from + token * plane.row_bytes,
-                 length * plane.row_bytes, policy);
+                 length * plane.row_bytes);
     }
   }
 }
@@ -218,7 +217,7 @@ __device__ __forceinline__ void send_rank_warp(const DispatchParams& p, const Ti
   const Plane& plane = p.planes[lane / kRuns];
   const uint32_t token = __ffs(begins) - 1, length = __ffs(~(tokens >> token)) - 1, at = token * plane.row_bytes;
   char* to = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
-  bulk_store(to + at, tile_rows(plane) + at, length * plane.row_bytes, evict_first());
+  bulk_store(to + at, tile_rows(plane) + at, length * plane.row_bytes);
 }
 
 // One plane of a tile to the only rank of the CTA: a lane for each token. One warp.
@@ -229,7 +228,7 @@ __device__ __forceinline__ void send_plane_to_rank_warp(const DispatchParams& p,
   if (!(tokens & ~(tokens << 1) & 1u << lane)) return;  // no run begins here
   const uint32_t length = __ffs(~(tokens >> lane)) - 1, at = lane * plane.row_bytes;
   char* to = row_in(c, shared.peers[rank], plane.offset, plane.row_bytes, c.rank, tile.first);
-  bulk_store(to + at, tile_rows(plane) + at, length * plane.row_bytes, evict_first());
+  bulk_store(to + at, tile_rows(plane) + at, length * plane.row_bytes);
 }
 
 // A serving warp's part of a tile: where tokens are few, warps divide what there is more of, ranks or planes.

@@ -106,14 +106,15 @@ __device__ __forceinline__ uint64_t evict_first() {
   return policy;
 }
 __device__ __forceinline__ void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(from), "r"(num_bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(evict_first())
+      : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* to, const void* shared, uint32_t num_bytes, uint64_t policy) {
+__device__ __forceinline__ void bulk_store(void* to, const void* shared, uint32_t num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
-               "r"(shared_address(shared)), "r"(num_bytes), "l"(policy)
+               "r"(shared_address(shared)), "r"(num_bytes), "l"(evict_first())
                : "memory");
 }
 __device__ __forceinline__ void st_vector(void* p, const Vector& v, uint64_t policy) {
@@ -257,7 +258,7 @@ inline void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64
     *reinterpret_cast<Vector*>(static_cast<char*>(shared) + i) = ld_vector(static_cast<const char*>(from) + i);
   }
 }
-inline void bulk_store(void* to, const void* shared, uint32_t num_bytes, uint64_t) {
+inline void bulk_store(void* to, const void* shared, uint32_t num_bytes) {
   simt::self().stores.emplace_back(to, shared, num_bytes);
 }
 inline void bulk_commit() { simt::self().committed = simt::self().stores.size(); }

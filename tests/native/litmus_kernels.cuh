@@ -106,7 +106,7 @@ __device__ void send_row_bulk_cta(const Channel& c, uint32_t round, uint32_t own
   if (kSend != Send::kBulkNoFence) fence_proxy_async();  // by each thread that stored
   __syncthreads();
   if (threadIdx.x == 0) {
-    bulk_store(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row), staged, kRowBytes, evict_first());
+    bulk_store(row_at(c, owner, kRowsOffset, kRowBytes, c.rank, row), staged, kRowBytes);
     bulk_commit();
     bulk_wait_read();  // the row is staged anew
   }
