@@ -74,7 +74,7 @@ __global__ void copy_bulk(CopyParams p) {
   const auto load = [&](uint32_t step, uint64_t row) {
     const uint32_t slot = step % kSlots;
     barrier_expect_bytes(barriers + slot, p.row_bytes);
-    bulk_load(slots + slot * p.row_bytes, p.from + row * p.row_bytes, p.row_bytes, barriers + slot);
+    bulk_load(slots + slot * p.row_bytes, p.from + row * p.row_bytes, p.row_bytes, barriers + slot, evict_normal());
   };
   uint32_t step = 0;
   for (; step < kAhead; ++step) {

@@ -34,7 +34,7 @@ constexpr Entry kEntries[] = {
     STRUCT(RowSource, rows, tail, num_bytes, align_bytes, tail_stride, reserved),
     STRUCT(DispatchParams, struct_bytes, num_planes, num_rows, top_k, experts_per_rank, num_longer_ranks,
            per_longer_rank, per_rank, phased, num_ctas, shares_log2, share_ranks, flags_apart, num_threads,
-           shared_bytes, waits, ids_plane, whole_planes, narrow_planes, reserved, topk_ids, num_tokens, channel, planes,
+           shared_bytes, waits, ids_plane, whole_planes, narrow_planes, is_large, topk_ids, num_tokens, channel, planes,
            sources),
     STRUCT(WaitParams, struct_bytes, phase, signals, waits, channel),
     STRUCT(OutboxParams, struct_bytes, num_ctas, num_threads, hidden, number, num_rows, outbox_offset, outbox_row_bytes,

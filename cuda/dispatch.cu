@@ -149,11 +149,12 @@ __device__ __forceinline__ void load_tile(const DispatchParams& p, const Tile& t
   uint32_t num_bytes = 0;
   each_plane(p.whole_planes, [&](uint32_t i) { num_bytes += tile.count * p.planes[i].row_bytes; });
   barrier_expect_bytes(&shared.loaded, num_bytes);
+  const uint64_t policy = p.is_large ? evict_first() : evict_normal();
   each_plane(p.whole_planes, [&](uint32_t i) {
     const Plane& plane = p.planes[i];
     const char* rows =
         static_cast<const char*>(p.sources[i].rows) + static_cast<uint64_t>(tile.first) * plane.row_bytes;
-    bulk_load(tile_rows(plane), rows, tile.count * plane.row_bytes, &shared.loaded);
+    bulk_load(tile_rows(plane), rows, tile.count * plane.row_bytes, &shared.loaded, policy);
   });
 }
 

@@ -105,11 +105,17 @@ __device__ __forceinline__ uint64_t evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64_t* barrier) {
+__device__ __forceinline__ uint64_t evict_normal() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64_t* barrier,
+                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(shared)),
-      "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(evict_first())
+      "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, uint32_t num_bytes) {
@@ -252,8 +258,9 @@ inline void barrier_init(uint64_t*) {}
 inline void barrier_expect_bytes(uint64_t*, uint32_t) {}
 inline void barrier_wait(uint64_t*, uint32_t) {}
 inline uint64_t evict_first() { return 0; }
+inline uint64_t evict_normal() { return 0; }
 inline void st_vector(void* p, const Vector& v, uint64_t) { st_vector(p, v); }
-inline void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64_t*) {
+inline void bulk_load(void* shared, const void* from, uint32_t num_bytes, uint64_t*, uint64_t) {
   for (uint32_t i = 0; i < num_bytes; i += kVectorBytes) {
     *reinterpret_cast<Vector*>(static_cast<char*>(shared) + i) = ld_vector(static_cast<const char*>(from) + i);
   }

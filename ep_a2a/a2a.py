@@ -53,7 +53,7 @@ class A2A:
             self._channels = [Channel(self, index, self._memory) for index in range(config.channels)]
         if on_gpu:
             _kept.update(self._channels)
-        self.schedule = _layout.choose_schedule(self._memory.kind, self.split)
+        self.schedule = "general" if isinstance(self.split, _layout.NoSplit) else "phased"
         if on_gpu:
             torch.cuda.synchronize(self.device)  # the region is zero before a peer writes there
         group.barrier("connect", timeout_s)  # where this fails a peer may go on all the same: the memory stays

@@ -80,7 +80,7 @@ class DispatchParams(ctypes.Structure):
         (c_uint32, "struct_bytes num_planes num_rows top_k experts_per_rank num_longer_ranks"),
         (Divisor, "per_longer_rank per_rank"),
         (c_uint32, "phased num_ctas shares_log2 share_ranks flags_apart num_threads shared_bytes waits ids_plane"),
-        (c_uint32, "whole_planes narrow_planes reserved"),
+        (c_uint32, "whole_planes narrow_planes is_large"),
         (c_void_p, "topk_ids num_tokens"),
         (Channel, "channel"),
         (Plane * MAX_PLANES, "planes"),

@@ -173,10 +173,9 @@ class Channel:
         """Launch dispatches by this grid."""
         params, self._grid = self._dispatch, grid
         params.phased = int(self._a2a.schedule == "phased")
-        params.num_ctas, params.num_threads = grid.num_ctas, grid.num_threads
-        params.shared_bytes = grid.shared_bytes
+        params.num_ctas, params.num_threads, params.shared_bytes = grid.num_ctas, grid.num_threads, grid.shared_bytes
         params.shares_log2, params.share_ranks = grid.shares_log2, grid.share_ranks
-        params.flags_apart = int(grid.flags_apart)
+        params.flags_apart, params.is_large = grid.flags_apart, grid.is_large
 
     def _find(
         self, num_rows: int, sources: list[int], tail: int | None, tail_stride: int, num_tokens: int | None

@@ -341,7 +341,7 @@ TILE_START = 1664  # of a tile's rows in shared memory: kTileStart
 MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes
 SERVING_WARPS = 8  # of a CTA: one for each token of a tile
 SM_SHARED_BYTES = 228 * 1024  # of an SM, for all its CTAs; each takes 1 KB beside its own
-LARGE_ROUND_BYTES = 8 * 1024 * 1024  # of a rank's rows, from which on a round is large
+LARGE_ROUND_BYTES = 5 * 1024 * 1024  # of a rank's rows: at all of 8 ranks on a GPU they are more than its cache holds
 SM_TILE_BYTES = 48 * 1024  # of tiles that keep an SM busy in a large round
 
 
@@ -404,16 +404,6 @@ Kind = Literal["cpu", "gpu", "nvlink"]
 MAX_CTAS = {"cpu": 64, "gpu": 1056, "nvlink": 1056}  # of one dispatch or combine; a CTA walks over tiles or tokens
 FEW_CTAS = {"cpu": 2, "gpu": 32, "nvlink": 64}  # of a dispatch whose CTAs share tiles, at most
 SHARE_BYTES = 8192  # of the rows to all ranks that such a CTA stores, at least
-_CHOICE: dict[Kind, tuple[Schedule, ...]] = {  # the first one that exists for the layout
-    "cpu": ("phased", "general"),
-    "gpu": ("phased", "general"),
-    "nvlink": ("phased", "general"),
-}
-
-
-def choose_schedule(kind: Kind, split: PhasedSplit | NoSplit) -> Schedule:
-    """The schedule for a kind of world: the best one that the layout allows."""
-    return next(s for s in _CHOICE[kind] if s == "general" or isinstance(split, PhasedSplit))
 
 
 @dataclass(frozen=True)
@@ -430,6 +420,7 @@ class Grid:
     shares_log2: int
     share_ranks: int
     flags_apart: bool
+    is_large: bool  # see LARGE_ROUND_BYTES
 
 
 def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
@@ -441,8 +432,9 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
         most = min(FEW_CTAS[kind], num_sms or MAX_CTAS[kind]) // tiles
         most = min(most, layout.num_ranks, WARP_LANES, row_bytes * layout.num_ranks // SHARE_BYTES)
         shares_log2 = max(1, most).bit_length() - 1
+    is_large = num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES
     shared_bytes = TILE_START + TILE_TOKENS * (split.token_bytes if split else 0)
-    if split and kind == "gpu" and num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES:
+    if split and is_large and kind == "gpu":
         shared_bytes = split.large_bytes
     return Grid(
         num_ctas=tiles << shares_log2,
@@ -451,6 +443,7 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
         shares_log2=shares_log2,
         share_ranks=sum(1 << rank for rank in range(0, WARP_LANES, 1 << shares_log2)),
         flags_apart=flags_apart,
+        is_large=is_large,
     )
 
 

@@ -213,10 +213,10 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((8, "nvlink", None, 64), (64, 8, True, False)),
     ((8, "gpu", 12, 17), (12, 4, True, False)),
     ((8, "gpu", 1, 1), (1, 1, True, False)),
-    ((8, "gpu", 5, 6241), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
-    ((8, "gpu", None, 6241), (781, 1, False, False)),
-    ((8, "gpu", 9, 6242), (9, 1, False, True)),  # 8,389,248 bytes
-    ((8, "nvlink", 9, 6242), (9, 1, False, False)),
+    ((8, "gpu", 5, 3900), (5, 1, True, False)),  # 5 CTAs have parts of their own, however many tokens
+    ((8, "gpu", None, 3900), (488, 1, False, False)),
+    ((8, "gpu", 9, 3901), (9, 1, False, True)),  # 5,242,944 bytes
+    ((8, "nvlink", 9, 3901), (9, 1, False, True)),
     ((6, "gpu", None, 8), (4, 4, True, False)),
     ((16, "gpu", None, 1), (2, 2, True, False)),
     ((16, "gpu", None, 7), (16, 16, True, False)),
@@ -224,7 +224,7 @@ GRIDS = [  # ranks, kind, num_sms, rows; CTAs, shares, flags apart, large
     ((128, "nvlink", None, 8), (32, 32, True, False)),
     ((128, "nvlink", None, 9), (2, 1, False, False)),
     ((4, "cpu", None, 8), (2, 2, True, False)),
-    ((4, "cpu", None, 8192), (64, 1, False, False)),
+    ((4, "cpu", None, 8192), (64, 1, False, True)),
 ]
 
 
@@ -233,8 +233,8 @@ def test_the_grid_of_a_dispatch(arguments, wanted):
     num_ranks, *others = arguments
     split = phased_split(NVFP4, 2048, 22, num_ranks)
     grid = dispatch_grid(layout(config(max_tokens=8192), num_ranks), split, *others)
-    found = grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.shared_bytes == split.large_bytes
-    assert found == wanted
+    assert (grid.num_ctas, 1 << grid.shares_log2, grid.flags_apart, grid.is_large) == wanted
+    assert grid.shared_bytes == (split.large_bytes if grid.is_large and arguments[1] == "gpu" else 1664 + 8 * 1344)
     of_shares = [grid.share_ranks << share & 2**32 - 1 for share in range(1 << grid.shares_log2)]
     assert sum(of_shares) == 2**32 - 1  # each rank is of one
     assert all((grid.share_ranks >> rank & 1) == (rank % len(of_shares) == 0) for rank in range(32))

@@ -209,7 +209,7 @@ __device__ bool look_at_rows_bulk_cta(const Channel& c, uint32_t round, Wrong& w
     if (threadIdx.x == 0) {
       if (kRead == Read::kBulk) fence_proxy_async_global();  // behind this CTA's acquire
       barrier_expect_bytes(barrier, kRowBytes);
-      bulk_load(staged, row_at(c, c.rank, kRowsOffset, kRowBytes, source, row), kRowBytes, barrier);
+      bulk_load(staged, row_at(c, c.rank, kRowsOffset, kRowBytes, source, row), kRowBytes, barrier, evict_normal());
     }
     const uint64_t start = time_ns();
     bool done = false;
