@@ -159,6 +159,7 @@ def title_of(row: Row) -> str:
 def speed_figure(rows: Sequence[Row]) -> Figure:
     """Time above, rate below; a column for each number of ranks."""
     all_ranks = sorted({row["ranks"] for row in rows})
+    all_us: list[float] = []
     figure, panels = plt.subplots(2, len(all_ranks), figsize=(1 + 6 * len(all_ranks), 8.6), squeeze=False, sharey="row")
     for column, ranks in enumerate(all_ranks):
         times = series(rows, ranks)
@@ -169,11 +170,11 @@ def speed_figure(rows: Sequence[Row]) -> Figure:
         time_panel, rate_panel = panels[:, column]
         draw(time_panel, {**times, ("floor", ""): floor})
         draw(rate_panel, {key: rates(points, moved) for key, points in {**rated, ("floor", ""): floor}.items()})
-        least = min(us for points in times.values() for us in points.values())
-        time_panel.set_ylim(bottom=min(least / 2, time_panel.get_ylim()[1] / 10))
+        all_us += [us for points in times.values() for us in points.values()]
         time_panel.set_title(f"{ranks} ranks (EP{ranks})", loc="left", fontweight="bold")
         for panel in (time_panel, rate_panel):
             panel.set_xlabel("tokens of each rank")
+    panels[0][0].set_ylim(min(all_us) / 2, max(20 * min(all_us), 1.6 * max(all_us)))  # of the row
     panels[0][0].set_ylabel("time of one round's " + rows[0]["op"] + ", us (less is better)")
     panels[1][0].set_ylabel("read + written on all ranks, GB/s (more is better)")
     title = f"{rows[0]['op'].capitalize()} · {title_of(rows[0])}"
