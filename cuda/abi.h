@@ -125,12 +125,12 @@ struct DispatchParams {
   uint32_t share_ranks;     // bit r % 32: rank r is of the first share
   uint32_t flags_apart;     // phased: 1 = each CTA raises flags of its own; then at most flag_parts of a share
   uint32_t num_threads;
-  uint32_t shared_bytes;      // of a CTA: kTileStart, and in the phased schedule the rows of a tile
+  uint32_t shared_bytes;      // of a CTA: kTileStart, and phased the rows of a tile, at least
   uint32_t waits;             // 1 = the last CTA waits for the rows of all peers
   uint32_t ids_plane;         // planes of the payload are before it, weights follow it
   uint32_t whole_planes;      // bit i: the rows of plane i are, bytes and alignment, what a destination gets
   uint32_t narrow_planes;     // bit i: they are not, and not ids or weights
-  uint32_t is_large;          // 1 = the round is larger than a cache
+  uint32_t is_large;          // 1 = the round fills a cache: what is read leaves it first
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

@@ -12,14 +12,13 @@ from ep_a2a.config import Config
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
-MOST_PASSED = 1024  # kinds of tensors
 _INT32, _FP32, _NUMBERS = (torch.int32,), (torch.float32,), tuple(abi.NUMBER)
 
 
 def check_tensor(
     name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: tuple[int | str, ...], device: torch.device
 ) -> torch.Tensor:
-    """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`; letters are for messages.
+    """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`; where that has a letter, nothing is.
 
     Raises TypeError (not a tensor, dtype) or ValueError (shape, device, contiguity).
     """
@@ -42,11 +41,11 @@ def check_tensor(
 def _facts(is_tuple: bool, *tensors: torch.Tensor) -> list[object]:
     """All that decides whether tensors fit: those of the same facts as others that have passed need no other check.
 
-    The shape of the first one leads. Empty where one of them is no tensor, or has no strides.
+    The shape of the first one leads. Empty where one of them has no such facts, as what is no tensor, or is sparse.
     """
     try:
-        facts = [(t.shape, t.dtype, t.device, t.layout, t.is_contiguous(), t.is_neg()) for t in tensors]
-    except (AttributeError, RuntimeError):
+        facts = [(type(t), t.shape, t.dtype, t.device, t.layout, t.is_contiguous(), t.is_neg()) for t in tensors]
+    except (AttributeError, RuntimeError, TypeError):
         return []
     return [tensors[0].shape, is_tuple, *facts]
 
@@ -78,7 +77,7 @@ class DispatchSpec:
         self._row_scale = payload.row_scale
         self._extra = [(f"extra[{i}]", num_bytes) for i, num_bytes in enumerate(config.extra_planes)]
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)  # never in a graph's memory
-        self._passed: dict[object, list[object]] = {}  # the facts of tensors that fit, by the shape of the ids
+        self._passed: dict[object, list[object]] = {}  # the facts of the last that fit, by the shape of ids
 
     def check(
         self,
@@ -93,8 +92,6 @@ class DispatchSpec:
         facts = _facts(isinstance(x, tuple), topk_ids, topk_weights, *planes)
         if not facts or self._passed.get(facts[0]) != facts:
             self._check_rows(x, topk_ids, topk_weights)
-            if len(self._passed) == MOST_PASSED:
-                self._passed.clear()
             self._passed[facts[0]] = facts
         num_rows = topk_ids.shape[0]
         if self._extra or not isinstance(extra, (tuple, list)) or extra:
@@ -119,6 +116,7 @@ class DispatchSpec:
         return DispatchInputs(num_rows, sources, tail, tail_stride, count, values, tensors)
 
     def _check_rows(self, x: object, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """One after the other, with what is wrong in words."""
         given = (x[0] if isinstance(x, tuple) and x else x), topk_ids
         rows = next((t.shape[0] for t in given if isinstance(t, torch.Tensor) and t.dim() == 2), "T")
         num_rows = check_tensor("topk_ids", topk_ids, _INT32, (rows, self._top_k), self._device).shape[0]

@@ -144,8 +144,8 @@ class Channel:
         self._encoded = encoded[: len(config.payload.columns)]
         self._encoded_scales = encoded[-1] if config.payload.row_scale else None
         self._grid: _layout.Grid | None = None
-        self._found: tuple[object, ...] = ()  # where the inputs of the last dispatch were
-        self._low_bits: list[int] = []
+        self._places: tuple[object, ...] = ()  # of the inputs of the last dispatch
+        self._low_bits: list[int] = []  # of their addresses
         self._ids_source = self._dispatch.sources[len(config.payload.columns)]
 
     def _make_route_params(self, params: Callable[..., Any]) -> None:
@@ -171,24 +171,24 @@ class Channel:
 
     def _use(self, grid: _layout.Grid) -> None:
         """Launch dispatches by this grid."""
-        params, self._grid = self._dispatch, grid
-        params.phased = int(self._a2a.schedule == "phased")
+        params, self._grid = self._dispatch, None  # until all of it is there: a signal's exception may come in between
+        params.phased = grid.phased
         params.num_ctas, params.num_threads, params.shared_bytes = grid.num_ctas, grid.num_threads, grid.shared_bytes
         params.shares_log2, params.share_ranks = grid.shares_log2, grid.share_ranks
         params.flags_apart, params.is_large = grid.flags_apart, grid.is_large
+        self._grid = grid
 
-    def _find(
-        self, num_rows: int, sources: list[int], tail: int | None, tail_stride: int, num_tokens: int | None
-    ) -> None:
-        """Read the inputs of a dispatch at these addresses."""
+    def _place(self, num_rows: int, sources: list[int], tail: int | None, stride: int, count: int | None) -> None:
+        """Take the inputs of a dispatch from these addresses."""
         params = self._dispatch
-        params.num_rows, params.num_tokens = num_rows, num_tokens
+        params.num_rows, params.num_tokens = num_rows, count
         params.topk_ids = sources[params.ids_plane]
-        self._ids_source.tail, self._ids_source.tail_stride = tail, tail_stride
+        self._ids_source.tail, self._ids_source.tail_stride = tail, stride
         for source, address in zip(self._sources, sources):
             source.rows = address
         low_bits = [address % _layout.VECTOR_BYTES for address in sources]
         if low_bits != self._low_bits:
+            self._low_bits = []  # as in `_use`
             self._align(sources)
             self._low_bits = low_bits
 
@@ -214,9 +214,7 @@ class Channel:
 
     def raise_input_error(self) -> None:
         """Raise and clear what a kernel had to correct in the inputs of an earlier round, or could not place."""
-        routing, count, capacity = self._inputs_seen
-        is_any = routing.present or count.present or capacity.present
-        if is_any and (error := native.take_input_error(self._a2a.rank, self._inputs_seen)):
+        if error := native.take_input_error(self._a2a.rank, self._inputs_seen):
             raise error
 
     def raise_if_known(self) -> None:
@@ -264,10 +262,11 @@ class Channel:
         if inputs.values is not None and self._encode is not None:
             self._encode(inputs.values, stream)  # where no earlier round reads any more
             sources, tail = self._encoded + sources, self._encoded_scales
-        found = num_rows, sources, tail, inputs.tail_stride, inputs.num_tokens
-        if found != self._found:  # often all lies where it lay before
-            self._find(*found)
-            self._found = found
+        places = num_rows, sources, tail, inputs.tail_stride, inputs.num_tokens
+        if places != self._places:  # often all lies where it lay before
+            self._places = ()  # as in `_use`
+            self._place(*places)
+            self._places = places
         if (grid := self._a2a.grid(num_rows)) is not self._grid:
             self._use(grid)
         params.waits = and_wait

@@ -124,7 +124,7 @@ class GpuTurn(Turn):
         if self._last != now and self._last is not None:
             self._join(self._last, now)
         self._last, self._marked = now, False
-        # By now a wait may have brought the stream into a capture.
+        # By now a wait may have brought it into a capture. It is torch's current stream: `check_current` came before.
         self._capture = self._capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
         return now
 

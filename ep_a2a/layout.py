@@ -340,9 +340,9 @@ TILE_TOKENS = 8  # a byte of the bitmap: kTileTokens in abi.h
 TILE_START = 1664  # of a tile's rows in shared memory: kTileStart
 MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes
 SERVING_WARPS = 8  # of a CTA: one for each token of a tile
-SM_SHARED_BYTES = 228 * 1024  # of an SM, for all its CTAs; each takes 1 KB beside its own
-LARGE_ROUND_BYTES = 5 * 1024 * 1024  # of a rank's rows: at all of 8 ranks on a GPU they are more than its cache holds
-SM_TILE_BYTES = 48 * 1024  # of tiles that keep an SM busy in a large round
+SM_SHARED_BYTES = 228 * 1024  # of an SM of sm_90, for all its CTAs; each takes 1 KB beside its own
+LARGE_ROUND_BYTES = 5 * 1024 * 1024  # of a rank's rows, from which on a round is large: those of 8 ranks fill a cache
+SM_TILE_BYTES = 48 * 1024  # of tiles, at least, that keep an SM busy in a large round
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class PhasedSplit:
 
     tile_offsets: tuple[int, ...]  # where a plane's rows begin in a tile, in bytes for each token of the tile
     token_bytes: int  # of a tile
-    large_bytes: int  # of shared memory that a CTA of a large round asks for, so that an SM takes no more than help
+    large_bytes: int  # of shared memory that a CTA of a large round asks for, so that no more share an SM than help
 
 
 @dataclass(frozen=True)
@@ -414,13 +414,14 @@ class Grid:
     `share_ranks`, shifted by that. `flags_apart` (phased): each raises flags of its own, else the last one raises all.
     """
 
+    phased: bool
     num_ctas: int
     num_threads: int
     shared_bytes: int
     shares_log2: int
     share_ranks: int
     flags_apart: bool
-    is_large: bool  # see LARGE_ROUND_BYTES
+    is_large: bool  # from LARGE_ROUND_BYTES on
 
 
 def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
@@ -437,6 +438,7 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
     if split and is_large and kind == "gpu":
         shared_bytes = split.large_bytes
     return Grid(
+        phased=split is not None,
         num_ctas=tiles << shares_log2,
         num_threads=WARP_LANES * (SERVING_WARPS + (split is not None)),
         shared_bytes=shared_bytes,

@@ -1,10 +1,14 @@
-"""The device's own guard of a channel: a round that the host's checks cannot see, as in a replayed graph."""
+"""A channel's guards: the device's, of a round that the host's checks cannot see, and the host's, of its own state."""
+
+import itertools
+import sys
 
 import pytest
 import torch
 
 import ep_a2a
 from ep_a2a import abi
+from ep_a2a.channel import Channel, Stage
 
 RANKS = 5
 CONFIG = ep_a2a.Config(num_experts=8, top_k=2, hidden=32, max_tokens=4, timeout_s=20, first_timeout_s=20)
@@ -66,3 +70,69 @@ def abort_words(a2a):
     """This rank's abort words, by source."""
     start = a2a.layout.abort_words_offset
     return a2a._memory.region[start : start + 8 * a2a.num_ranks].clone().view(torch.int64)
+
+
+# ---- a signal's exception ----------------------------------------------------------------------------------------
+
+BF16_CONFIG = ep_a2a.Config(num_experts=4, top_k=1, hidden=64, max_tokens=64, payload=ep_a2a.BF16, timeout_s=20)
+
+
+def inputs(value, rows=4, offset=0):
+    """x, ids and weights of a dispatch, from the `offset`-th element of a storage on."""
+    made = []
+    for width, dtype, fill in ((64, torch.bfloat16, value), (1, torch.int32, 0), (1, torch.float32, 1)):
+        made.append(torch.full((rows * width + offset,), fill, dtype=dtype)[offset:].view(rows, width))
+    return made
+
+
+def is_stopped_at(line, call):
+    """Run `call` until the `line`-th line of those that set up a launch, where a signal's exception comes."""
+    codes = {getattr(Channel, name).__code__ for name in ("send", "_place", "_align", "_use")}
+    lines = itertools.count()
+
+    def trace(frame, event, _):
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, _: trace if frame.f_code in codes else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "second"),
+    [
+        ("phased", inputs(1), inputs(2)),
+        ("phased", inputs(1), inputs(2, offset=1)),
+        ("phased", inputs(1, offset=1), inputs(2)),
+        ("phased", inputs(1), inputs(2, rows=33)),
+        ("general", inputs(1), inputs(2)),
+    ],
+    ids=["addresses", "less aligned", "more aligned", "rows", "schedule"],
+)
+def test_an_exception_between_any_two_lines_before_a_launch_leaves_the_next_one_right(schedule, first, second):
+    line, num_unsent, stopped = 0, 0, True
+    while stopped:
+        with ep_a2a.connect(BF16_CONFIG, ep_a2a.local(1)) as (a2a,):
+            a2a.schedule = schedule
+            ep_a2a.release(a2a, ep_a2a.dispatch(a2a, *first)[1])
+            a2a.schedule = "phased"
+            stopped = is_stopped_at(line, lambda: ep_a2a.dispatch(a2a, *second))
+            if stopped and a2a._channels[0].stage is Stage.CLOSED:
+                num_unsent += 1
+                for x, ids, weights in (first, second, first):
+                    received, handle = ep_a2a.dispatch(a2a, x, ids, weights)
+                    assert received.num_tokens.tolist() == [len(x)]
+                    assert torch.equal(received.rows[0, : len(x)], x) and received.valid.sum() == len(x)
+                    ep_a2a.release(a2a, handle)
+                    sources = a2a._channels[0]._sources
+                    assert all(source.rows % source.align_bytes == 0 for source in sources), "a CPU would forgive it"
+        line += 1
+    assert num_unsent > 10
