@@ -18,7 +18,7 @@ _INT32, _FP32, _NUMBERS = (torch.int32,), (torch.float32,), tuple(abi.NUMBER)
 def check_tensor(
     name: str, tensor: object, dtypes: Sequence[torch.dtype], shape: tuple[int | str, ...], device: torch.device
 ) -> torch.Tensor:
-    """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`; where that has a letter, nothing is.
+    """`tensor`, if it is contiguous on `device`, one of `dtypes`, and of `shape`. A letter there fits no size.
 
     Raises TypeError (not a tensor, dtype) or ValueError (shape, device, contiguity).
     """
