@@ -40,7 +40,7 @@ from ep_a2a import layout, testing, world  # noqa: E402
 
 Row = dict[str, Any]
 SCHEDULES = ("auto", *get_args(layout.Schedule))
-VARIANTS = ("ours", "ours-general", "peers", "copy", "memset", "stream", "empty")
+VARIANTS = ("ours", "ours-bf16", "ours-general", "peers", "copy", "memset", "stream", "empty")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"ranks": [4], "tokens": [1, 8, 64], "schedule": ["phased", "general"], "variants": ["ours", "copy"]},
     "cuda": {"ranks": [8], "tokens": [2**i for i in (0, *range(2, 14))], "schedule": ["auto"], "variants": [*VARIANTS]},
@@ -154,20 +154,22 @@ class Bench:
         moved = cases.traffic(case, inputs.goes)
         with self._ranks.connect(case) as a2as:
             cases.fill_outboxes(a2as)
-            ours = self._make_ours(a2as, inputs)
+            ours = self._make_ours(case, a2as, inputs)
             for one in ours:
                 one.check()
             variants = [*ours, *self._make_others(case, inputs, moved)]
             for op in self._wanted.ops:
-                self._measure_op(case, op, [one for one in variants if op in one.ops], moved[op])
+                self._measure_op(case, op, [one for one in variants if op in one.ops], moved[op], inputs)
             for one in ours:
                 one.check()
         del ours, variants
         if self._clock.device == "cuda":
             torch.cuda.empty_cache()  # other processes on this GPU need it for the next case
 
-    def _make_ours(self, a2as: Sequence[ep_a2a.A2A], inputs: cases.Inputs) -> list[Ours]:
+    def _make_ours(self, case: Case, a2as: Sequence[ep_a2a.A2A], inputs: cases.Inputs) -> list[Ours]:
         chosen = [("ours", name) for name in self._wanted.schedule if "ours" in self._wanted.variants]
+        if "ours-bf16" in self._wanted.variants and case.format.is_encoded:
+            chosen.insert(0, ("ours-bf16", "auto"))  # before a schedule is forced
         if "ours-general" in self._wanted.variants:
             chosen.append(("ours-general", "general"))
         return [Ours(self._ranks, self._clock, a2as, inputs, name, schedule) for name, schedule in chosen]
@@ -191,10 +193,13 @@ class Bench:
             found.append(Empty(self._ranks, self._clock, self._wanted.ops))
         return found
 
-    def _measure_op(self, case: Case, op: str, variants: Sequence[Variant], moved: cases.Traffic) -> None:
+    def _measure_op(
+        self, case: Case, op: str, variants: Sequence[Variant], moved: cases.Traffic, inputs: cases.Inputs
+    ) -> None:
         calls = [lambda num, one=one: one.times_us(op, num) for one in variants]
         by_rank = self._ranks.gather(harness.turns(calls, self._wanted.iterations))
-        own_bytes = {"memset": moved.written, "empty": 0}
+        more = 0 if op == "combine" else inputs.encoding_bytes()
+        own_bytes = {"memset": moved.written, "empty": 0, "ours-bf16": moved.total + more}
         for i, one in enumerate(variants):
             slowest = harness.slowest([found[i] for found in by_rank])
             if op not in one.ops:  # it has failed on the way

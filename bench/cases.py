@@ -66,14 +66,21 @@ class Case:
 class Inputs:
     """What all ranks dispatch, and where it goes."""
 
+    x: Tensor  # bf16 [R, T, H], of which the payload's planes are made
     planes: dict[str, Tensor]  # each [R, T, ...]: the payload's, then ids int32 [R, T, K] and weights fp32 [R, T, K]
     goes: Tensor  # bool [R, T, R]: source rank, token, destination rank
     num_value_planes: int
 
-    def of(self, rank: int) -> tuple[Any, Tensor, Tensor]:
+    def of(self, rank: int, encoded: bool) -> tuple[Any, Tensor, Tensor]:
         """x, ids and weights of a rank, each in memory of its own, aligned as torch's allocator does."""
         *values, ids, weights = (plane[rank].clone() for plane in self.planes.values())
-        return tuple(values) if self.num_value_planes > 1 else values[0], ids, weights
+        x = self.x[rank].clone() if not encoded else tuple(values) if self.num_value_planes > 1 else values[0]
+        return x, ids, weights
+
+    def encoding_bytes(self) -> int:
+        """What is read more where the values come in bf16."""
+        values = list(self.planes.values())[: self.num_value_planes]
+        return self.x.nbytes - sum(plane.nbytes for plane in values)
 
 
 def make(case: Case, device: str) -> Inputs:
@@ -85,7 +92,7 @@ def make(case: Case, device: str) -> Inputs:
     values = dict(zip(case.format.plane_names, quant.encode(x, case.format)))
     planes = values | {"ids": ids.view(*shape, -1), "weights": weights.view(*shape, -1)}
     goes = testing.destinations(ids, case.num_experts, case.ranks).view(*shape, case.ranks)
-    return Inputs(planes, goes, len(values))
+    return Inputs(x, planes, goes, len(values))
 
 
 @dataclass(frozen=True)

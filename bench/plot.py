@@ -41,9 +41,10 @@ from ep_a2a import testing  # noqa: E402
 Row = dict[str, Any]
 Points = dict[int, float]  # by tokens
 SHAPE = ("device", "world", "op", "hidden", "top_k", "payload", "routing", "num_sms")
-NO_PEERS = ("ours", "ours-general", "copy", "memset", "stream", "empty")
+NO_PEERS = ("ours", "ours-bf16", "ours-general", "copy", "memset", "stream", "empty")
 STYLES = {  # colours that the colour-blind tell apart, and a marker each
     "ours": ("#0072B2", "o", "-"),
+    "ours-bf16": ("#0072B2", "", ":"),
     "ours-general": ("#56B4E9", "v", "-"),
     "flashinfer-0.7.4": ("#D55E00", "s", "-"),
     "flashinfer-0.7.0-phased": ("#E69F00", "D", "-"),
@@ -55,6 +56,7 @@ STYLES = {  # colours that the colour-blind tell apart, and a marker each
 }
 NAMES = {
     "ours": "ep_a2a",
+    "ours-bf16": "ep_a2a, given bf16",
     "ours-general": "ep_a2a, general schedule",
     "nccl": "NCCL all-to-all",
     "empty": "empty kernels",

@@ -115,7 +115,7 @@ def ratios(rows: Sequence[Row]) -> list[Table]:
     for group in shapes(rows).values():
         names = list(dict.fromkeys(row["variant"] for row in group))
         peers = [name for name in names if name not in PLAIN and not name.startswith("ours")]
-        others = (["ours-general"] if "ours-general" in names else []) + peers
+        others = [name for name in ("ours-bf16", "ours-general") if name in names] + peers
         if "ours" not in names or not others:
             continue
         table = Table(title=f"ours / others: {title(group[0])}")

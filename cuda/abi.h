@@ -129,8 +129,10 @@ struct DispatchParams {
   uint32_t waits;             // 1 = the last CTA waits for the rows of all peers
   uint32_t ids_plane;         // planes of the payload are before it, weights follow it
   uint32_t whole_planes;      // bit i: the rows of plane i are, bytes and alignment, what a destination gets
-  uint32_t narrow_planes;     // bit i: they are not, and not ids or weights
+  uint32_t narrow_planes;     // bit i: they are not, and not ids, weights, or encoded here
   uint32_t is_large;          // 1 = the round fills a cache: what is read leaves it first
+  uint32_t coding;            // phased: enum Coding, in which rows of plane 0 are made from numbers at its source
+  uint32_t number;            // enum Number: of those
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T
   Channel channel;

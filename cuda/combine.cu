@@ -45,28 +45,13 @@ __global__ void outbox_encode_kernel(const __grid_constant__ OutboxParams p) {
     for (uint32_t token = blockIdx.x * warps + threadIdx.x / kLanes; token < num_tokens; token += gridDim.x * warps) {
       if (!row_is_valid(c, source, token)) continue;
       const uint64_t row = static_cast<uint64_t>(source) * c.max_tokens + token;
-      const void* from = static_cast<const char*>(p.rows) + row * p.hidden * number_bytes(kNumber);
+      const char* from = static_cast<const char*>(p.rows) + row * p.hidden * number_bytes(kNumber);
       char* to = row_at(c, c.rank, p.outbox_offset, p.outbox_row_bytes, source, token);
-      uint32_t* codes = reinterpret_cast<uint32_t*>(to);
-      uint32_t* scales = reinterpret_cast<uint32_t*>(to + p.scales_offset);
-      float row_scale = 1.0f;
-      if constexpr (C::kRowScale) {
-        row_scale = row_scale_warp<C, kNumber>(from, p.hidden);
-        if (lane == 0) st_word(reinterpret_cast<uint32_t*>(to + p.row_scale_offset), float_to_bits(row_scale));
+      const float row_scale = row_scale_warp<C, kNumber>(from, p.hidden);
+      if (C::kRowScale && lane == 0) {
+        st_word(reinterpret_cast<uint32_t*>(to + p.row_scale_offset), float_to_bits(row_scale));
       }
-      const auto store = [&](uint32_t group, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
-        constexpr uint32_t kScales = 4 / C::kScaleBytes, kWordLanes = kScales * C::kBlockLanes;
-        uint32_t word = kScales == 1 ? scale : 0;  // scales of neighbouring blocks share a word
-        for (uint32_t i = 0; i < kScales && kScales > 1; ++i) {
-          word |= __shfl_sync(kAllLanes, is_inside ? scale : 0, lane / kWordLanes * kWordLanes + i * C::kBlockLanes)
-                  << 8 * i;
-        }
-        if (!is_inside) return;
-#pragma unroll
-        for (int w = 0; w < C::kCodeWords; ++w) st_word(codes + group * C::kCodeWords + w, words[w]);
-        if (group % kWordLanes == 0) st_word(scales + group / kWordLanes, word);
-      };
-      encode_row_warp<C, kNumber>(from, p.hidden, row_scale, store);
+      encode_row_warp<C, kNumber>(from, p.hidden, row_scale, 0, 1, to, to + p.scales_offset);
     }
   }
 }
@@ -172,15 +157,6 @@ int launch_over(const Params& p, void* stream) {
   return launch<kKernel>(p.num_ctas, p.num_threads, 0, stream, p);
 }
 
-template <Number kRows>
-int launch_order(const OrderParams& p, void* stream) {
-  switch (p.to_number) {
-    case kBf16: return launch_over<outbox_order_kernel<kRows, kBf16>>(p, stream);
-    case kFp16: return launch_over<outbox_order_kernel<kRows, kFp16>>(p, stream);
-    default: return launch_over<outbox_order_kernel<kRows, kFp32>>(p, stream);
-  }
-}
-
 template <class Row, Number kNumber>
 __global__ void combine_pull_kernel(const __grid_constant__ OutboxParams p) {
   const Channel& c = p.channel;
@@ -224,11 +200,11 @@ int ep_a2a_outbox_stage(const OutboxParams* p, void* stream) {
 }
 
 int ep_a2a_outbox_order(const OrderParams* p, void* stream) {
-  switch (p->rows_number) {
-    case kBf16: return launch_order<kBf16>(*p, stream);
-    case kFp16: return launch_order<kFp16>(*p, stream);
-    default: return launch_order<kFp32>(*p, stream);
-  }
+  return with_number(p->rows_number, [&](auto rows) {
+    return with_number(p->to_number, [&](auto to) {
+      return launch_over<outbox_order_kernel<decltype(rows)::value, decltype(to)::value>>(*p, stream);
+    });
+  });
 }
 
 int ep_a2a_leave(const WaitParams* p, void* stream) { return launch<leave_kernel>(1, kLanes, 0, stream, *p); }

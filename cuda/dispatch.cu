@@ -20,6 +20,7 @@
 //
 // Writes: planes, bitmap and flag of this rank at every peer (window: until the peer's dispatch wait ends); masks,
 // counts and round of the own state. Reads: the caller's tensors.
+#include "codec.cuh"
 #include "tiles.cuh"
 
 namespace {
@@ -169,6 +170,37 @@ static __device__ __noinline__ void stage_plane(const DispatchParams& p, Tile ti
   }
 }
 
+// Encodes the rows of a tile that came as numbers; a row's scale goes behind its ids, which the same warp has written.
+// All serving warps, of which several divide a row where tokens are few.
+__device__ __forceinline__ void encode_tile(const DispatchParams& p, const Tile& tile) {
+  const uint32_t lane = threadIdx.x % kLanes, warps = num_serving_warps();
+  const uint32_t parts = tile.count < warps ? warps / tile.count : 1;
+  with_codec(p.coding, [&](auto codec) {
+    with_number(p.number, [&](auto number) {
+      using C = decltype(codec);
+      constexpr Number kNumber = decltype(number)::value;
+      const uint32_t hidden = p.sources[0].num_bytes / (4 * C::kCodeWords) * kGroup;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x / kLanes; i < tile.count * parts; i += warps) {
+        const uint32_t part = i / tile.count, token = i - part * tile.count;
+        const uint64_t row_bytes = static_cast<uint64_t>(hidden) * number_bytes(kNumber);
+        const char* from = static_cast<const char*>(p.sources[0].rows) + (tile.first + token) * row_bytes;
+        const auto to = [&](uint32_t plane) { return tile_rows(p.planes[plane]) + token * p.planes[plane].row_bytes; };
+        const float row_scale = row_scale_warp<C, kNumber>(from, hidden);
+        encode_row_warp<C, kNumber>(from, hidden, row_scale, part, parts, to(0), to(1));
+        if (part != 0) continue;
+#pragma unroll
+        for (uint32_t plane = 0; plane < 2; ++plane) {  // ends with zeros, less than a sector
+          const uint32_t byte = p.sources[plane].num_bytes + lane;
+          if (byte < p.planes[plane].row_bytes) to(plane)[byte] = 0;
+        }
+        __syncwarp();
+        if (C::kRowScale && lane == 0) reinterpret_cast<float*>(to(p.ids_plane))[p.top_k] = row_scale;
+      }
+    });
+  });
+}
+
 // The rows of one plane of a tile to every rank, its own first, so that not all ranks begin with the same. One warp. A
 // tile has at most kRuns runs for a rank: a lane sends one of them, the lanes of a rank those of it.
 __device__ __forceinline__ void send_plane_warp(const DispatchParams& p, const Duty& duty, const Tile& tile,
@@ -258,16 +290,19 @@ __device__ __forceinline__ void send_tile_warp(const DispatchParams& p, const Du
 
 // What comes before the barrier of a tile: its masks and rows in shared memory, or on their way there. All serving
 // warps.
+template <bool kEncodes>
 __device__ __forceinline__ void stage_tile(const DispatchParams& p, const Tile& tile, Shared& shared) {
   make_masks(p, tile, shared);
   each_plane(p.narrow_planes, [&](uint32_t i) { stage_plane(p, tile, i); });
+  if constexpr (kEncodes) encode_tile(p, tile);
   fence_proxy_async();  // bulk copies read what threads have written
 }
 
+template <bool kEncodes>
 __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, const Duty& duty, const Tile& tile,
                                                      uint32_t num_tokens, uint32_t parity, Shared& shared) {
   const bool serves = threadIdx.x / kLanes < num_serving_warps();
-  if (serves) stage_tile(p, tile, shared);
+  if (serves) stage_tile<kEncodes>(p, tile, shared);
   __syncthreads();
   if (serves) barrier_wait(&shared.loaded, parity);  // without a deadline: for copies of its own rows alone
   if (!shared.state.may_send()) return;
@@ -277,6 +312,7 @@ __device__ __forceinline__ void send_tile_phased_cta(const DispatchParams& p, co
 }
 
 // All tiles of the CTA. Its last warp looks at the state, and counts the CTAs that start.
+template <bool kEncodes>
 __device__ __forceinline__ void send_tiles_phased_cta(const DispatchParams& p, const Duty& duty, uint32_t num_tokens,
                                                       Shared& shared) {
   const bool is_last_warp = threadIdx.x >= blockDim.x - kLanes, is_first_lane = threadIdx.x % kLanes == 0;
@@ -307,7 +343,7 @@ __device__ __forceinline__ void send_tiles_phased_cta(const DispatchParams& p, c
       __syncthreads();
       if (is_last_warp && is_first_lane) load_tile(p, tile_at(first), shared);
     }
-    send_tile_phased_cta(p, duty, tile_at(first), num_tokens, parity, shared);
+    send_tile_phased_cta<kEncodes>(p, duty, tile_at(first), num_tokens, parity, shared);
   }
 #if !defined(EP_A2A_FAULT_no_bulk_wait)
   bulk_wait_all();  // every thread that committed; before the release (sync.cuh)
@@ -385,7 +421,7 @@ __device__ __forceinline__ void end_cta(const DispatchParams& p, const State& st
   if (p.waits) wait_for_rows_warp(c, sent, state.epoch(), shared.peers[c.rank]);
 }
 
-template <bool kPhased>
+template <bool kPhased, bool kEncodes>
 __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   const int32_t wanted_tokens = p.num_tokens ? *p.num_tokens : static_cast<int32_t>(p.num_rows);
   const uint32_t at_least_0 = wanted_tokens < 0 ? 0 : static_cast<uint32_t>(wanted_tokens);
@@ -399,7 +435,7 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
   }
 #endif
   if constexpr (kPhased) {
-    send_tiles_phased_cta(p, duty, counts.sent, shared);
+    send_tiles_phased_cta<kEncodes>(p, duty, counts.sent, shared);
     if (p.flags_apart) return end_apart_cta(p, counts, duty, shared);
     __syncthreads();  // where there was no tile, the state is not known before
     end_cta(p, shared.state, counts, shared);
@@ -413,7 +449,8 @@ __global__ void dispatch_send_kernel(const __grid_constant__ DispatchParams p) {
 }  // namespace
 
 int ep_a2a_dispatch_send(const DispatchParams* p, void* stream) {
-  const auto send = p->phased ? launch<dispatch_send_kernel<true>, DispatchParams>
-                              : launch<dispatch_send_kernel<false>, DispatchParams>;
+  const auto send = !p->phased            ? launch<dispatch_send_kernel<false, false>, DispatchParams>
+                    : p->coding == kPlain ? launch<dispatch_send_kernel<true, false>, DispatchParams>
+                                          : launch<dispatch_send_kernel<true, true>, DispatchParams>;
   return send(p->num_ctas, p->num_threads, p->shared_bytes, stream, *p);
 }

@@ -36,14 +36,10 @@ __device__ __forceinline__ void ld_received(const ExpertsParams& p, int32_t row,
     return row_at(c, c.rank, at.offset, at.row_bytes, 0, static_cast<uint32_t>(row));
   };
   const char* row_scale = plane(p.route.ids_plane) + p.route.top_k * sizeof(int32_t);
-  switch (p.coding) {
-    case kNvfp4: return ld_encoded<Nvfp4>(plane(0), plane(1), row_scale, group, values);
-    case kMxfp4: return ld_encoded<Mxfp4>(plane(0), plane(1), row_scale, group, values);
-    case kFp8: return ld_encoded<Fp8>(plane(0), plane(1), row_scale, group, values);
-    case kMxfp8: return ld_encoded<Mxfp8>(plane(0), plane(1), row_scale, group, values);
-    default:
-      return p.number == kBf16 ? ld_group<kBf16>(plane(0), group, values) : ld_group<kFp16>(plane(0), group, values);
+  if (p.coding == kPlain) {
+    return p.number == kBf16 ? ld_group<kBf16>(plane(0), group, values) : ld_group<kFp16>(plane(0), group, values);
   }
+  with_codec(p.coding, [&](auto codec) { ld_encoded<decltype(codec)>(plane(0), plane(1), row_scale, group, values); });
 }
 
 // sums[t] += columns [8 first, 8 (first + num)) of a weight row, which counts over all experts, times values
@@ -144,17 +140,16 @@ __global__ void requantize_kernel(const __grid_constant__ ExpertsParams p) {
   for (uint32_t slot = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes; slot < num_slots; slot += warps) {
     if (r.row_index[slot] < 0) continue;
     float* row = static_cast<float*>(p.intermediate) + static_cast<uint64_t>(slot) * num_columns;
-    const float row_scale = C::kRowScale ? row_scale_warp<C, kFp32>(row, num_columns) : 1.0f;
+    const char* from = reinterpret_cast<const char*>(row);
+    const float row_scale = row_scale_warp<C, kFp32>(from, num_columns);
     __syncwarp();  // all lanes have read the row
-    const auto replace = [&](uint32_t group, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
+    const auto replace = [&](uint32_t group, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
       float values[kGroup];
       C::decode(words, scale, row_scale, values);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (is_inside) row[group * kGroup + i] = values[i];
-      }
+      for (int i = 0; i < kGroup; ++i) row[group * kGroup + i] = values[i];
     };
-    encode_row_warp<C, kFp32>(row, num_columns, row_scale, replace);
+    encode_groups_warp<C, kFp32>(from, num_columns, row_scale, 0, 1, replace);
   }
 }
 

@@ -51,16 +51,20 @@ __device__ __forceinline__ float fp16_to_float(uint16_t bits) {
   return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
+// The code of a magnitude with so many bits of mantissa; below 2^kLeast codes are as far apart as right above it. The
+// last bit of the sum with a power of two is worth as much as that of the code, so it is rounded there: no branches.
+template <int kBits, int kLeast>
+__device__ __forceinline__ uint32_t rounded_code(uint32_t magnitude) {
+  constexpr uint32_t kLeastPower = static_cast<uint32_t>(127 + kLeast) << 23, kShift = 23 - kBits;
+  const uint32_t power = (magnitude > kLeastPower ? magnitude : kLeastPower) & 0x7f800000u;
+  const float sum = mul_add(bits_to_float(power), static_cast<float>(1u << kShift), bits_to_float(magnitude));
+  return float_to_bits(sum) - power + (power >> kShift) - ((kShift << 23) + (kLeastPower >> kShift));
+}
+
 // e4m3 of a value >= 0, saturating at 448; NaN for NaN.
 __device__ __forceinline__ uint32_t float_to_e4m3(float value) {
-  if (!(value == value)) return kE4m3Nan;
-  if (value >= kE4m3Max) return 0x7e;
-  const uint32_t bits = float_to_bits(value);
-  if (bits < 0x3c800000u) {                         // below 2^-6: multiples of 2^-9
-    const float shifted = add_rn(value, 16384.0f);  // one ulp of 2^14 is 2^-9
-    return float_to_bits(shifted) - 0x46800000u;
-  }
-  return (round_mantissa(bits, 3) - 0x3c000000u) >> 20;  // rounding past 448 cannot happen below 448
+  const uint32_t code = rounded_code<3, -6>(float_to_bits(value < kE4m3Max ? value : kE4m3Max));
+  return value == value ? code : kE4m3Nan;
 }
 __device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
   const uint32_t sign = (bits & 0x80u) << 24, exponent = bits >> 3 & 0xfu, mantissa = bits & 7u;
@@ -85,13 +89,9 @@ __device__ __forceinline__ float ue8m0_to_float(uint32_t bits) {
 
 // e2m1 code of a value, saturating at 6. The eight magnitudes are multiples of 0.5 below 2, of 1 below 4, then 4, 6.
 __device__ __forceinline__ uint32_t float_to_e2m1(float value) {
-  const uint32_t bits = float_to_bits(value), sign = bits >> 28 & 8u, magnitude = bits & 0x7fffffffu;
-  if (magnitude >= 0x40c00000u) return sign | 7u;                        // 6 and above
-  if (magnitude < 0x3f800000u) {                                         // below 1: multiples of 0.5
-    const float shifted = add_rn(bits_to_float(magnitude), 4194304.0f);  // one ulp of 2^22 is 0.5
-    return sign | (float_to_bits(shifted) - 0x4a800000u);
-  }
-  return sign | ((round_mantissa(magnitude, 1) - 0x3f000000u) >> 22);
+  const uint32_t bits = float_to_bits(value);
+  const float magnitude = bits_to_float(bits & 0x7fffffffu);
+  return (bits >> 28 & 8u) | rounded_code<1, 0>(float_to_bits(magnitude < kE2m1Max ? magnitude : kE2m1Max));
 }
 __device__ __forceinline__ float e2m1_to_float(uint32_t code) {
   const uint32_t sign = (code & 8u) << 28, exponent = code >> 1 & 3u, mantissa = code & 1u;

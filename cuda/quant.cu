@@ -1,41 +1,30 @@
-// quant.cu: rows to NVFP4, MXFP4, FP8 or MXFP8 and back, one warp a row. What a code and a scale are: codec.cuh.
+// quant.cu: rows to NVFP4, MXFP4, FP8 or MXFP8 and back, a warp or more a row. What a code and a scale are: codec.cuh.
 //
-//   encode   the row's scale from its largest finite value unless given, then 8 values a lane
+//   encode   the row's scale from its largest finite value unless given, then 16 values a lane
 //   decode   code * block scale, then times the row's scale; the result rounded to the values' type
 #include "codec.cuh"
 
 namespace {
 
 constexpr unsigned kWarpsPerCta = 4;
+constexpr unsigned kFewRows = 512;  // less than these: the warps of a CTA divide a row
 
 template <class C, Number kNumber>
 __global__ void encode_kernel(const __grid_constant__ QuantParams p) {
   const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * kWarpsPerCta;
-  const uint64_t groups = p.hidden / kGroup;
-  for (uint64_t row = blockIdx.x * kWarpsPerCta + threadIdx.x / kLanes; row < p.num_rows; row += warps) {
-    const void* values = static_cast<const char*>(p.values) + row * p.hidden * number_bytes(kNumber);
+  const uint64_t groups = p.hidden / kGroup, blocks = p.hidden / C::kBlock;
+  const uint32_t parts = p.num_rows < kFewRows ? kWarpsPerCta : 1, part = threadIdx.x / kLanes % parts;
+  const uint32_t first = (blockIdx.x * kWarpsPerCta + threadIdx.x / kLanes) / parts;
+  for (uint64_t row = first; row < p.num_rows; row += warps / parts) {
+    const char* values = static_cast<const char*>(p.values) + row * p.hidden * number_bytes(kNumber);
     float row_scale = 1.0f;
     if constexpr (C::kRowScale) {
       float& at = p.global_scale[row * p.scale_stride];
       row_scale = p.given_scale ? usable_scale(at) : row_scale_warp<C, kNumber>(values, p.hidden);
-      if (!p.given_scale && lane == 0) at = row_scale;
+      if (!p.given_scale && part == 0 && lane == 0) at = row_scale;
     }
-    const auto store = [&](uint32_t in_row, bool is_inside, const uint32_t (&words)[C::kCodeWords], uint32_t scale) {
-      if (!is_inside) return;
-      const uint64_t group = row * groups + in_row;
-#pragma unroll
-      for (int w = 0; w < C::kCodeWords; ++w) {
-        reinterpret_cast<uint32_t*>(p.codes)[group * C::kCodeWords + w] = words[w];
-      }
-      if (group % C::kBlockLanes != 0) return;
-      const uint64_t block = group / C::kBlockLanes;
-      if constexpr (C::kScaleBytes == 4) {
-        static_cast<uint32_t*>(p.scales)[block] = scale;
-      } else {
-        static_cast<uint8_t*>(p.scales)[block] = static_cast<uint8_t>(scale);
-      }
-    };
-    encode_row_warp<C, kNumber>(values, p.hidden, row_scale, store);
+    encode_row_warp<C, kNumber>(values, p.hidden, row_scale, part, parts, p.codes + row * groups * 4 * C::kCodeWords,
+                                static_cast<char*>(p.scales) + row * blocks * C::kScaleBytes);
   }
 }
 
@@ -67,20 +56,10 @@ __global__ void decode_kernel(const __grid_constant__ QuantParams p) {
   }
 }
 
-template <class F>
-int with_codec(uint32_t coding, F f) {
-  switch (coding) {
-    case kNvfp4: return f(Nvfp4{});
-    case kMxfp4: return f(Mxfp4{});
-    case kFp8: return f(Fp8{});
-    default: return f(Mxfp8{});
-  }
-}
-
 template <auto kKernel>
 int launch_rows(const QuantParams& p, void* stream) {
   constexpr unsigned kMaxCtas = 1056;
-  const unsigned wanted = (p.num_rows + kWarpsPerCta - 1) / kWarpsPerCta;
+  const unsigned wanted = p.num_rows < kFewRows ? p.num_rows : (p.num_rows + kWarpsPerCta - 1) / kWarpsPerCta;
   if (wanted == 0) return 0;
   return launch<kKernel>(wanted < kMaxCtas ? wanted : kMaxCtas, kWarpsPerCta * kLanes, 0, stream, p);
 }

@@ -40,10 +40,7 @@ class Status(ctypes.Structure):
 
 
 class InputRecord(ctypes.Structure):
-    _fields_ = _fields(
-        (c_uint32, "present"),
-        (c_int32, "token position value limit reserved"),
-    )
+    _fields_ = _fields((c_uint32, "present"), (c_int32, "token position value limit reserved"))
 
 
 class Channel(ctypes.Structure):
@@ -56,23 +53,15 @@ class Channel(ctypes.Structure):
 
 
 class Plane(ctypes.Structure):
-    _fields_ = _fields(
-        (c_uint64, "offset"),
-        (c_uint32, "row_bytes tile_offset"),
-    )
+    _fields_ = _fields((c_uint64, "offset"), (c_uint32, "row_bytes tile_offset"))
 
 
 class Divisor(ctypes.Structure):
-    _fields_ = _fields(
-        (c_uint32, "multiplier shift"),
-    )
+    _fields_ = _fields((c_uint32, "multiplier shift"))
 
 
 class RowSource(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "rows tail"),
-        (c_uint32, "num_bytes align_bytes tail_stride reserved"),
-    )
+    _fields_ = _fields((c_void_p, "rows tail"), (c_uint32, "num_bytes align_bytes tail_stride reserved"))
 
 
 class DispatchParams(ctypes.Structure):
@@ -80,7 +69,7 @@ class DispatchParams(ctypes.Structure):
         (c_uint32, "struct_bytes num_planes num_rows top_k experts_per_rank num_longer_ranks"),
         (Divisor, "per_longer_rank per_rank"),
         (c_uint32, "phased num_ctas shares_log2 share_ranks flags_apart num_threads shared_bytes waits ids_plane"),
-        (c_uint32, "whole_planes narrow_planes is_large"),
+        (c_uint32, "whole_planes narrow_planes is_large coding number"),
         (c_void_p, "topk_ids num_tokens"),
         (Channel, "channel"),
         (Plane * MAX_PLANES, "planes"),
@@ -89,10 +78,7 @@ class DispatchParams(ctypes.Structure):
 
 
 class WaitParams(ctypes.Structure):
-    _fields_ = _fields(
-        (c_uint32, "struct_bytes phase signals waits"),
-        (Channel, "channel"),
-    )
+    _fields_ = _fields((c_uint32, "struct_bytes phase signals waits"), (Channel, "channel"))
 
 
 class OutboxParams(ctypes.Structure):
@@ -106,10 +92,7 @@ class OutboxParams(ctypes.Structure):
 
 
 class RowTarget(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "rows"),
-        (c_uint32, "num_bytes align_bytes"),
-    )
+    _fields_ = _fields((c_void_p, "rows"), (c_uint32, "num_bytes align_bytes"))
 
 
 class RouteParams(ctypes.Structure):
@@ -159,24 +142,7 @@ class QuantParams(ctypes.Structure):
     )
 
 
-STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    ChannelState,
-    Status,
-    InputRecord,
-    Channel,
-    Plane,
-    Divisor,
-    RowSource,
-    DispatchParams,
-    WaitParams,
-    OutboxParams,
-    RowTarget,
-    RouteParams,
-    OrderParams,
-    ExpertMatrix,
-    ExpertsParams,
-    QuantParams,
-)
+STRUCTS = [struct for struct in ctypes.Structure.__subclasses__() if struct.__module__ == __name__]
 
 
 def mirrored_abi() -> dict[str, int]:

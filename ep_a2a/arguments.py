@@ -9,6 +9,7 @@ import torch
 
 from ep_a2a import abi
 from ep_a2a.config import Config
+from ep_a2a.quant import on_vectors
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -54,11 +55,11 @@ class DispatchInputs(NamedTuple):
     """Checked inputs of a dispatch, as addresses."""
 
     num_rows: int
-    sources: list[int]  # of every plane; without the payload's where `values` are to be encoded
+    sources: list[int]  # of every plane; of the payload's, all the values where those are to be encoded
     tail: int | None  # fp32, behind the rows of ids
     tail_stride: int  # 0: one for all
     num_tokens: int | None  # int32
-    values: torch.Tensor | None  # [T, H] in full precision, of a payload that is encoded
+    number: int  # of values [T, H] that are to be encoded, as the kernels name their dtype; -1: there are none
     tensors: tuple[object, ...]  # that must live
 
 
@@ -100,12 +101,12 @@ class DispatchSpec:
         if num_tokens is not None:
             is_scalar = isinstance(num_tokens, torch.Tensor) and num_tokens.dim() == 0
             count = check_tensor("num_tokens", num_tokens, _INT32, () if is_scalar else (1,), self._device).data_ptr()
-        columns, scale, values = planes, None, None
+        columns, scale, number = planes, None, -1
         if not isinstance(x, tuple):
             if self._dtype is None:
-                columns, values = (), planes[0]
+                columns, number = (on_vectors(x),) * len(self._columns), abi.NUMBER[x.dtype]
             else:
-                columns = (planes[0].to(self._dtype),)  # perhaps the first launch, behind all checks
+                columns = (x.to(self._dtype),)  # perhaps the first launch, behind all checks
         elif self._row_scale:
             num_columns = len(self._columns)
             columns = planes[:num_columns]
@@ -113,7 +114,7 @@ class DispatchSpec:
         tail, tail_stride = (None, 1) if scale is None else (scale.data_ptr(), int(scale.numel() > 1))
         sources = [tensor.data_ptr() for tensor in (*columns, topk_ids, topk_weights, *extra)]
         tensors = columns, topk_ids, topk_weights, scale, num_tokens, extra
-        return DispatchInputs(num_rows, sources, tail, tail_stride, count, values, tensors)
+        return DispatchInputs(num_rows, sources, tail, tail_stride, count, number, tensors)
 
     def _check_rows(self, x: object, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """One after the other, with what is wrong in words."""

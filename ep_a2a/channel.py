@@ -145,7 +145,7 @@ class Channel:
         self._encoded_scales = encoded[-1] if config.payload.row_scale else None
         self._grid: _layout.Grid | None = None
         self._places: tuple[object, ...] = ()  # of the inputs of the last dispatch
-        self._low_bits: list[int] = []  # of their addresses
+        self._low_bits: list[int] = []  # of their addresses, and the coding
         self._ids_source = self._dispatch.sources[len(config.payload.columns)]
 
     def _make_route_params(self, params: Callable[..., Any]) -> None:
@@ -178,15 +178,18 @@ class Channel:
         params.flags_apart, params.is_large = grid.flags_apart, grid.is_large
         self._grid = grid
 
-    def _place(self, num_rows: int, sources: list[int], tail: int | None, stride: int, count: int | None) -> None:
-        """Take the inputs of a dispatch from these addresses."""
+    def _place(
+        self, num_rows: int, sources: list[int], tail: int | None, stride: int, count: int | None, number: int
+    ) -> None:
+        """Take the inputs of a dispatch from these addresses; `number`: as in DispatchInputs."""
         params = self._dispatch
         params.num_rows, params.num_tokens = num_rows, count
+        params.coding, params.number = (0, 0) if number < 0 else (abi.CODING[self._a2a.config.payload], number)
         params.topk_ids = sources[params.ids_plane]
         self._ids_source.tail, self._ids_source.tail_stride = tail, stride
         for source, address in zip(self._sources, sources):
             source.rows = address
-        low_bits = [address % _layout.VECTOR_BYTES for address in sources]
+        low_bits = [address % _layout.VECTOR_BYTES for address in sources] + [params.coding]
         if low_bits != self._low_bits:
             self._low_bits = []  # as in `_use`
             self._align(sources)
@@ -198,7 +201,7 @@ class Channel:
         for i, (address, plane) in enumerate(zip(sources, self._a2a.layout.planes)):
             align_bytes = _layout.alignment(address | plane.source_bytes)
             params.sources[i].align_bytes = align_bytes
-            if not 0 <= i - params.ids_plane <= 1:
+            if i > params.ids_plane + 1 or (i < params.ids_plane and not params.coding):
                 fits = align_bytes == _layout.VECTOR_BYTES and plane.source_bytes == plane.row_bytes
                 whole, narrow = whole | fits << i, narrow | (not fits) << i
         params.whole_planes, params.narrow_planes = whole, narrow
@@ -259,15 +262,18 @@ class Channel:
         """Send the rows of a new round; `and_wait`: what launches it also waits for those of the peers."""
         params, num_rows = self._dispatch, inputs.num_rows
         stream, sources, tail = self._stream(), inputs.sources, inputs.tail
-        if inputs.values is not None and self._encode is not None:
-            self._encode(inputs.values, stream)  # where no earlier round reads any more
-            sources, tail = self._encoded + sources, self._encoded_scales
-        places = num_rows, sources, tail, inputs.tail_stride, inputs.num_tokens
+        grid, number = self._a2a.grid(num_rows), inputs.number
+        alone = grid.encodes and not self._turn.capture  # calls are bound by their launches, graphs are not
+        if number >= 0 and self._encode and not alone:
+            self._encode(sources[0], number, num_rows, stream)  # where no earlier round reads any more
+            sources = self._encoded + sources[len(self._encoded) :]
+            tail, number = self._encoded_scales, -1
+        places = num_rows, sources, tail, inputs.tail_stride, inputs.num_tokens, number
         if places != self._places:  # often all lies where it lay before
             self._places = ()  # as in `_use`
             self._place(*places)
             self._places = places
-        if (grid := self._a2a.grid(num_rows)) is not self._grid:
+        if grid is not self._grid:
             self._use(grid)
         params.waits = and_wait
         self._inputs = inputs

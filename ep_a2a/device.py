@@ -76,6 +76,8 @@ def set_device(group: object | None = None, timeout_s: float = 300.0) -> torch.d
 class Turn(ABC):
     """The stream of a channel's last operation, so that the next one, on whatever stream, comes behind it."""
 
+    capture = 0  # of a graph, in which the last operation was; 0 = none
+
     @abstractmethod
     def take(self) -> int:
         """The current stream, as launchers take it, made to wait for the channel's last operation."""
@@ -116,7 +118,6 @@ class GpuTurn(Turn):
         self._capture_id = capture_id
         self._event = torch.cuda.Event()
         self._last: int | None = None
-        self._capture = 0  # in which the last operation was
         self._marked = False
 
     def take(self) -> int:
@@ -125,7 +126,7 @@ class GpuTurn(Turn):
             self._join(self._last, now)
         self._last, self._marked = now, False
         # By now a wait may have brought it into a capture. It is torch's current stream: `check_current` came before.
-        self._capture = self._capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
+        self.capture = self._capture_id(now) if torch.cuda.is_current_stream_capturing() else 0
         return now
 
     def mark(self) -> None:
@@ -133,12 +134,12 @@ class GpuTurn(Turn):
         self._marked = True
 
     def is_in_a_graph(self) -> bool:
-        return self._capture != 0 and self._last is not None and self._capture_id(self._last) != self._capture
+        return self.capture != 0 and self._last is not None and self._capture_id(self._last) != self.capture
 
     def _join(self, last: int, now: int) -> None:
         running = self._capture_id(last)
-        if self._capture:
-            if running != self._capture:
+        if self.capture:
+            if running != self.capture:
                 return  # that capture has ended
         elif self._capture_id(now) or (running and not self._marked):
             return  # one of them is in a capture, which began after all before it had run

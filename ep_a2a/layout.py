@@ -342,6 +342,7 @@ MAX_SHARED_BYTES = 200 * 1024  # of a CTA: kMaxSharedBytes
 SERVING_WARPS = 8  # of a CTA: one for each token of a tile
 SM_SHARED_BYTES = 228 * 1024  # of an SM of sm_90, for all its CTAs; each takes 1 KB beside its own
 LARGE_ROUND_BYTES = 5 * 1024 * 1024  # of a rank's rows, from which on a round is large: those of 8 ranks fill a cache
+ENCODE_BYTES = 20 * 1024  # of a tile's rows, at most, that a dispatch encodes itself, in each CTA that shares it
 SM_TILE_BYTES = 48 * 1024  # of tiles, at least, that keep an SM busy in a large round
 
 
@@ -412,6 +413,7 @@ class Grid:
 
     CTA i takes tiles, and of their rows those to ranks r with r % 2^shares_log2 == i % 2^shares_log2: the bits of
     `share_ranks`, shifted by that. `flags_apart` (phased): each raises flags of its own, else the last one raises all.
+    `encodes`: may encode rows that come as numbers; else a launch before it does, which spreads them better.
     """
 
     phased: bool
@@ -422,6 +424,7 @@ class Grid:
     share_ranks: int
     flags_apart: bool
     is_large: bool  # from LARGE_ROUND_BYTES on
+    encodes: bool
 
 
 def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms: int | None, num_rows: int) -> Grid:
@@ -446,6 +449,7 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
         share_ranks=sum(1 << rank for rank in range(0, WARP_LANES, 1 << shares_log2)),
         flags_apart=flags_apart,
         is_large=is_large,
+        encodes=flags_apart and min(num_rows, TILE_TOKENS) * layout.row_bytes() <= ENCODE_BYTES,
     )
 
 

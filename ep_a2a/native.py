@@ -30,19 +30,6 @@ from ep_a2a.errors import (
 
 _PHASE = {abi.PHASE_DISPATCH: "dispatch", abi.PHASE_COMBINE: "combine", abi.PHASE_RELEASE: "release"}
 _PEER_TIMEOUT, _CHANNEL_MISUSE, _ROUND_MISMATCH, _PEER_LEFT = 1, 2, 3, 4
-_LAUNCHERS = (
-    "ep_a2a_dispatch_send",
-    "ep_a2a_end",
-    "ep_a2a_leave",
-    "ep_a2a_outbox_stage",
-    "ep_a2a_outbox_order",
-    "ep_a2a_combine_pull",
-    "ep_a2a_route",
-    "ep_a2a_route_ids",
-    "ep_a2a_experts",
-    "ep_a2a_quant_encode",
-    "ep_a2a_quant_decode",
-)
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------
@@ -65,20 +52,7 @@ def library_path(kind: str) -> Path:
 class Library:
     """The launchers of one compiled library, as Python calls: `library.end(params, stream)`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._dll = ctypes.CDLL(str(path))
-        if not hasattr(self._dll, "ep_a2a_abi"):
-            raise EpError(f"{path} is no library of this package: it has no ep_a2a_abi")
-        self._dll.ep_a2a_abi.restype = c_char_p
-        self._dll.ep_a2a_error_text.restype = c_char_p
-        self._dll.ep_a2a_capture_id.restype = c_uint64
-        self._dll.ep_a2a_capture_id.argtypes = [c_void_p]
-        self.capture_id: Callable[[int], int] = self._dll.ep_a2a_capture_id
-        self._check_abi()
-        for name in _LAUNCHERS:
-            setattr(self, name.removeprefix("ep_a2a_"), self._launcher(name))
-
+    # Of each of these, a launcher ep_a2a_<name>:
     dispatch_send: Callable[[abi.DispatchParams, int], None]
     end: Callable[[abi.WaitParams, int], None]
     leave: Callable[[abi.WaitParams, int], None]
@@ -90,6 +64,20 @@ class Library:
     experts: Callable[[abi.ExpertsParams, int], None]
     quant_encode: Callable[[abi.QuantParams, int], None]
     quant_decode: Callable[[abi.QuantParams, int], None]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._dll = ctypes.CDLL(str(path))
+        if not hasattr(self._dll, "ep_a2a_abi"):
+            raise EpError(f"{path} is no library of this package: it has no ep_a2a_abi")
+        self._dll.ep_a2a_abi.restype = c_char_p
+        self._dll.ep_a2a_error_text.restype = c_char_p
+        self._dll.ep_a2a_capture_id.restype = c_uint64
+        self._dll.ep_a2a_capture_id.argtypes = [c_void_p]
+        self.capture_id: Callable[[int], int] = self._dll.ep_a2a_capture_id
+        self._check_abi()
+        for name in Library.__annotations__:
+            setattr(self, name, self._launcher(f"ep_a2a_{name}"))
 
     def abi(self) -> dict[str, int]:
         """Size of every struct and offset of every field, as compiled."""

@@ -11,7 +11,7 @@ import torch
 
 from ep_a2a import abi, native
 from ep_a2a.device import check_current, current_stream
-from ep_a2a.layout import Format
+from ep_a2a.layout import VECTOR_BYTES, Format
 
 __all__ = ["decode", "encode", "swizzle_scales", "unswizzle_scales"]
 
@@ -33,6 +33,7 @@ def encode(values: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None 
     _check_values(values, fmt)
     if not fmt.is_encoded:
         return (values.to(fmt.columns[0].dtype),)
+    values = on_vectors(values)
     *outer, hidden = values.shape
     planes = [values.new_empty((*outer, hidden // c.hidden_per_element), dtype=c.dtype) for c in fmt.columns]
     given = global_scale is not None
@@ -46,6 +47,11 @@ def encode(values: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None 
     return tuple(planes)
 
 
+def on_vectors(values: torch.Tensor) -> torch.Tensor:
+    """`values`, or a copy where they do not start on a multiple of 16 bytes, as encoding reads whole vectors."""
+    return values.clone() if values.data_ptr() % VECTOR_BYTES else values
+
+
 class RowEncoder:
     """`encode` of rows [T, H], each with a global scale, to planes at fixed addresses: little before the launch."""
 
@@ -55,12 +61,10 @@ class RowEncoder:
         self._params.codes, self._params.scales = planes[:2]
         self._params.global_scale = planes[2] if fmt.row_scale else None
 
-    def __call__(self, values: torch.Tensor, stream: int) -> None:
-        """Encode `values`, which were checked. Local; on `stream`."""
+    def __call__(self, values: int, number: int, num_rows: int, stream: int) -> None:
+        """Encode rows at an address, of a number as `abi.NUMBER` has it. Local; on `stream`."""
         params = self._params
-        params.number = abi.NUMBER[values.dtype]
-        params.num_rows = values.shape[0]
-        params.values = values.data_ptr()
+        params.values, params.number, params.num_rows = values, number, num_rows
         self._launch(params, stream)
 
 

@@ -49,16 +49,16 @@ def run_together(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, num_rank
 
 
 def test_all_variants_of_a_local_world_have_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = ["ours", "ours-general", "copy", "memset", "empty"]
+    variants = ["ours", "ours-bf16", "ours-general", "copy", "memset", "empty"]
     words = ["--variants", *variants, "--schedule", "auto", "--tokens", "1", "5", "--routing", "uniform", "holes"]
     bench = run_together([*words, "--payload", "nvfp4", "bf16"], monkeypatch)
     assert bench.left_out == []
     assert all(list(row) == FIELDS for row in bench.rows)
     assert [row["op"] for row in bench.rows].count("copy") == 1
     of_cases = [row for row in bench.rows if row["op"] != "copy"]
-    assert len(of_cases) == 2 * 2 * 2 * 3 * 4
+    assert len(of_cases) == 2 * 2 * (2 * 3 * 4 + 2)
     found = {(row["variant"], row["schedule"], row["choice"]) for row in of_cases}
-    own = {("ours", "phased", "auto"), ("ours-general", "general", "forced")}
+    own = {("ours", "phased", "auto"), ("ours-bf16", "phased", "auto"), ("ours-general", "general", "forced")}
     assert found == own | {("memset", None, None), ("empty", None, None)}
     assert all(row["us_min"] <= row["us"] <= row["us_max"] for row in bench.rows)
     assert all(row["bytes"] == 0 for row in of_cases if row["variant"] == "empty")
