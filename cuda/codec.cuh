@@ -13,7 +13,7 @@
 #include "fp4.cuh"
 #include "sync.cuh"
 
-constexpr int kGroup = 8;                   // values that a thread holds
+constexpr int kGroup = 8;                   // values of a block that a thread holds together
 constexpr float kFp32ScaleMin = 0x1p-100f;  // keeps 1 / row scale / scale finite
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
@@ -197,6 +197,7 @@ __device__ __forceinline__ void encode_groups_warp(const char* row, uint32_t hid
   using M = Magnitudes<kNumber>;
   constexpr uint32_t kVectors = kGroup * number_bytes(kNumber) / kVectorBytes;
   constexpr uint32_t kOfLane = 2;  // groups of a block: what is done once for both is a third of the work
+  static_assert(C::kBlockLanes % kOfLane == 0);
   const uint32_t groups = hidden / kGroup;
   const float inverse = C::kRowScale ? div_rn(1.0f, row_scale) : 1.0f;
 #pragma unroll 1

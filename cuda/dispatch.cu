@@ -15,6 +15,8 @@
 //            that goes to one rank before the next, as memory takes long runs faster than short ones in turn. The last
 //            warp fetches the tile and sends the bitmap
 //
+// Rows may come as numbers, to be encoded: few of them in the phased schedule, where the tile is filled.
+//
 // For a few tokens the time is that of one path through the kernel. So what does not depend on another is under way
 // together, what is rare is out of line, and loops that move no rows are not unrolled.
 //

@@ -263,8 +263,8 @@ class Channel:
         params, num_rows = self._dispatch, inputs.num_rows
         stream, sources, tail = self._stream(), inputs.sources, inputs.tail
         grid, number = self._a2a.grid(num_rows), inputs.number
-        alone = grid.encodes and not self._turn.capture  # calls are bound by their launches, graphs are not
-        if number >= 0 and self._encode and not alone:
+        by_itself = grid.encodes and not self._turn.capture  # calls are bound by their launches, graphs are not
+        if number >= 0 and self._encode and not by_itself:
             self._encode(sources[0], number, num_rows, stream)  # where no earlier round reads any more
             sources = self._encoded + sources[len(self._encoded) :]
             tail, number = self._encoded_scales, -1
