@@ -131,7 +131,7 @@ struct DispatchParams {
   uint32_t whole_planes;      // bit i: the rows of plane i are, bytes and alignment, what a destination gets
   uint32_t narrow_planes;     // bit i: they are not, and not ids, weights, or encoded here
   uint32_t is_large;          // 1 = the round fills a cache: what is read leaves it first
-  uint32_t coding;            // phased: enum Coding, in which rows of plane 0 are made from numbers at its source
+  uint32_t coding;            // phased: enum Coding in which planes 0 and 1 are made of the numbers at source 0
   uint32_t number;            // enum Number: of those
   const int32_t* topk_ids;    // [T, top_k] global expert, -1 = not routed
   const int32_t* num_tokens;  // device count in [0, T], or null = T

@@ -181,10 +181,11 @@ template <class C, Number kNumber>
 __device__ __forceinline__ float row_scale_warp(const char* row, uint32_t hidden) {
   if constexpr (!C::kRowScale) return 1.0f;
   using M = Magnitudes<kNumber>;
+  constexpr uint32_t kPerVector = kVectorBytes / number_bytes(kNumber);
   uint32_t most = 0;
 #pragma unroll 4
-  for (uint32_t v = threadIdx.x % kLanes; v < hidden * number_bytes(kNumber) / kVectorBytes; v += kLanes) {
-    most = M::largest_finite(ld_vector(row + v * kVectorBytes), most);
+  for (uint32_t v = threadIdx.x % kLanes; v < hidden / kPerVector; v += kLanes) {
+    most = M::largest_finite(ld_vector(row + uint64_t{v} * kVectorBytes), most);
   }
   return fp32_scale(M::value(M::finite(M::template of_lanes<kLanes>(most))), C::kLargest * kE4m3Max);
 }

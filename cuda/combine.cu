@@ -7,7 +7,7 @@
 //   wait     one warp waits for that word of all peers; the same kernel serves the dispatch wait
 //   pull     for each token, adds the rows of its distinct ranks in ascending rank order in fp32; closes the round
 //
-// An encoded outbox row holds codes, scales and the row's own scale, at offsets of layout.py, in words of 4 bytes.
+// An encoded outbox row holds codes, scales and the row's own scale, at offsets of layout.py on multiples of 4 bytes.
 //
 // Reads: outboxes of peers, from the end of the combine wait until the peer's next dispatch wait ends (sync.cuh).
 #include "codec.cuh"

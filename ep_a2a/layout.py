@@ -431,10 +431,10 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
     """The grid of a dispatch of `num_rows` tokens, in the phased schedule of `split` or in the general one."""
     tiles = num_ctas(kind, -(-num_rows // TILE_TOKENS), num_sms)
     shares_log2, flags_apart = 0, split is not None and tiles <= layout.flag_parts
+    tile_bytes = min(num_rows, TILE_TOKENS) * layout.row_bytes()
     if flags_apart:
-        row_bytes = min(num_rows, TILE_TOKENS) * layout.row_bytes()
         most = min(FEW_CTAS[kind], num_sms or MAX_CTAS[kind]) // tiles
-        most = min(most, layout.num_ranks, WARP_LANES, row_bytes * layout.num_ranks // SHARE_BYTES)
+        most = min(most, layout.num_ranks, WARP_LANES, tile_bytes * layout.num_ranks // SHARE_BYTES)
         shares_log2 = max(1, most).bit_length() - 1
     is_large = num_rows * layout.row_bytes() >= LARGE_ROUND_BYTES
     shared_bytes = TILE_START + TILE_TOKENS * (split.token_bytes if split else 0)
@@ -449,7 +449,7 @@ def dispatch_grid(layout: Layout, split: PhasedSplit | None, kind: Kind, num_sms
         share_ranks=sum(1 << rank for rank in range(0, WARP_LANES, 1 << shares_log2)),
         flags_apart=flags_apart,
         is_large=is_large,
-        encodes=flags_apart and min(num_rows, TILE_TOKENS) * layout.row_bytes() <= ENCODE_BYTES,
+        encodes=flags_apart and num_rows <= TILE_TOKENS * tiles and tile_bytes <= ENCODE_BYTES,
     )
 
 

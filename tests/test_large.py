@@ -1,9 +1,10 @@
-"""Offsets that need more than 32 bits: planes of many GiB, of which a few pages are touched."""
+"""Offsets that need more than 32 bits: planes and rows of many GiB, of which a few pages are touched."""
 
+import numpy as np
 import torch
 
 import ep_a2a
-from ep_a2a import testing
+from ep_a2a import quant, testing
 
 CONFIG = ep_a2a.Config(
     num_experts=6, top_k=2, hidden=4096, max_tokens=2**20 - 5, payload=ep_a2a.BF16, timeout_s=30, first_timeout_s=60
@@ -35,3 +36,9 @@ def test_rows_and_results_past_4_gib():
             testing.assert_same_bits(out, testing.reference_combine(outboxes, masks)[a2a.rank], "out")
 
     ep_a2a.local(RANKS).run(run)
+
+
+def test_the_scale_of_a_row_of_4_gib():
+    row = torch.from_numpy(np.zeros((1, 2**30), dtype=np.float32))  # pages that nobody writes take no memory
+    row[0, -1] = 2 * 6 * 448
+    assert quant.encode(row, ep_a2a.NVFP4)[2].tolist() == [2.0]

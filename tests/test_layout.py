@@ -240,6 +240,24 @@ def test_the_grid_of_a_dispatch(arguments, wanted):
     assert all((grid.share_ranks >> rank & 1) == (rank % len(of_shares) == 0) for rank in range(32))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "num_sms", "rows", "wanted"),
+    [
+        (2048, None, 0, True),
+        (2048, None, 64, True),
+        (2048, None, 65, False),  # more tiles than flags
+        (2048, 5, 40, True),
+        (2048, 5, 41, False),  # 5 CTAs with a flag each, but one has two tiles
+        (7168, None, 4, True),  # a row is 4,224 bytes
+        (7168, None, 5, False),
+    ],
+)
+def test_which_dispatch_encodes(hidden, num_sms, rows, wanted):
+    split, shape = phased_split(NVFP4, hidden, 22, 8), config(max_tokens=8192, hidden=hidden)
+    assert dispatch_grid(layout(shape, 8), split, "gpu", num_sms, rows).encodes == wanted
+    assert not dispatch_grid(layout(shape, 8), None, "gpu", num_sms, rows).encodes
+
+
 def test_the_general_schedule_raises_all_flags_at_once():
     grid = dispatch_grid(layout(config(), 8), None, "gpu", None, 8)
     assert (grid.num_ctas, grid.shares_log2, grid.flags_apart) == (1, 0, False)
