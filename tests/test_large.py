@@ -1,6 +1,7 @@
 """Offsets that need more than 32 bits: planes and rows of many GiB, of which a few pages are touched."""
 
 import numpy as np
+import pytest
 import torch
 
 import ep_a2a
@@ -38,6 +39,7 @@ def test_rows_and_results_past_4_gib():
     ep_a2a.local(RANKS).run(run)
 
 
+@pytest.mark.slow
 def test_the_scale_of_a_row_of_4_gib():
     row = torch.from_numpy(np.zeros((1, 2**30), dtype=np.float32))  # pages that nobody writes take no memory
     row[0, -1] = 2 * 6 * 448
