@@ -156,16 +156,12 @@ def turn(device: torch.device, capture_id: Callable[[int], int]) -> Turn:
 
 def check_current(device: torch.device, what: str) -> None:
     """Raise ValueError where torch's current GPU is not the one that `what` is on: launches go to the current one."""
-    if device.type == "cuda" and not is_current(device):
+    index = device.index  # None: a CPU
+    if index is not None and torch._C._cuda_getDevice() != index:  # cheaper than torch.cuda.current_device
         raise ValueError(
             f"{what} on {device}, torch's current device is cuda:{torch.cuda.current_device()}: "
             f"torch.cuda.set_device, or `with torch.cuda.device(...)`"
         )
-
-
-def is_current(device: torch.device) -> bool:
-    """Is it torch's current GPU? Local; cheaper than torch.cuda.current_device."""
-    return bool(torch._C._cuda_getDevice() == device.index)
 
 
 def shared_bytes(device: torch.device) -> int:

@@ -146,7 +146,7 @@ def test_every_launch_wants_the_current_device(monkeypatch):
         received, handle = ep_a2a.dispatch(a2a, x, own["ids"], own["weights"])
         with monkeypatch.context() as patched:
             patched.setattr(a2a, "device", GPU)
-            patched.setattr(device, "is_current", lambda _: False)
+            patched.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
             patched.setattr(torch.cuda, "current_device", lambda: 1)
             pairs = received.topk_ids, received.compact, lambda: received.by_expert(4)
             for call in (*pairs, lambda: received.num_tokens_per_expert, lambda: ep_a2a.release(a2a, handle)):
