@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,16 +39,17 @@ def check_tensor(
     return tensor
 
 
-def _facts(is_tuple: bool, *tensors: torch.Tensor) -> list[object]:
-    """All that decides whether tensors fit: those of the same facts as others that have passed need no other check.
+def _like(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """Are other tensors of the same types, shapes, strides and devices? One call, by what guards torch's compiled code.
 
-    The shape of the first one leads. Empty where one of them has no such facts, as what is no tensor, or is sparse.
+    No, where this torch has no such guards: then every call checks in words.
     """
     try:
-        facts = [(type(t), t.shape, t.dtype, t.device, t.layout, t.is_contiguous(), t.is_neg()) for t in tensors]
+        guards = torch._C._dynamo.guards.TensorGuards
+        alike: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (AttributeError, RuntimeError, TypeError):
-        return []
-    return [tensors[0].shape, is_tuple, *facts]
+        return lambda *_: False
+    return alike
 
 
 class DispatchInputs(NamedTuple):
@@ -78,7 +79,7 @@ class DispatchSpec:
         self._row_scale = payload.row_scale
         self._extra = [(f"extra[{i}]", num_bytes) for i, num_bytes in enumerate(config.extra_planes)]
         self._unit_scale = torch.ones((), dtype=torch.float32, device=device)  # never in a graph's memory
-        self._passed: dict[object, list[object]] = {}  # the facts of the last that fit, by the shape of ids
+        self._passed: dict[object, Callable[..., bool]] = {}  # like the last that fit, of so many tokens
 
     def check(
         self,
@@ -90,11 +91,14 @@ class DispatchSpec:
     ) -> DispatchInputs:
         """The inputs, if all of them fit. Raises TypeError, ValueError."""
         planes = x if isinstance(x, tuple) else (x,)
-        facts = _facts(isinstance(x, tuple), topk_ids, topk_weights, *planes)
-        if not facts or self._passed.get(facts[0]) != facts:
-            self._check_rows(x, topk_ids, topk_weights)
-            self._passed[facts[0]] = facts
-        num_rows = topk_ids.shape[0]
+        try:
+            num_rows = topk_ids.shape[0]
+            fits = self._passed[isinstance(x, tuple), num_rows](topk_ids, topk_weights, *planes)
+        except (AttributeError, LookupError, RuntimeError, TypeError):  # the first of its kind; or nothing that can fit
+            fits = False
+        if not fits:
+            num_rows = self._check_rows(x, topk_ids, topk_weights)
+            self._passed[isinstance(x, tuple), num_rows] = _like(topk_ids, topk_weights, *planes)
         if self._extra or not isinstance(extra, (tuple, list)) or extra:
             self._check_extra(extra, num_rows)
         count: int | None = None
@@ -116,8 +120,8 @@ class DispatchSpec:
         tensors = columns, topk_ids, topk_weights, scale, num_tokens, extra
         return DispatchInputs(num_rows, sources, tail, tail_stride, count, number, tensors)
 
-    def _check_rows(self, x: object, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """One after the other, with what is wrong in words."""
+    def _check_rows(self, x: object, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> int:
+        """One after the other, with what is wrong in words. Returns T."""
         given = (x[0] if isinstance(x, tuple) and x else x), topk_ids
         rows = next((t.shape[0] for t in given if isinstance(t, torch.Tensor) and t.dim() == 2), "T")
         num_rows = check_tensor("topk_ids", topk_ids, _INT32, (rows, self._top_k), self._device).shape[0]
@@ -128,6 +132,7 @@ class DispatchSpec:
         else:
             self._check_planes(x, num_rows)
         check_tensor("topk_weights", topk_weights, _FP32, (num_rows, self._top_k), self._device)
+        return num_rows
 
     def _check_planes(self, x: object, num_rows: int) -> None:
         """The columns of rows that came encoded, and their global scale if there is one."""

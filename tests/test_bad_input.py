@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import ep_a2a
-from ep_a2a import BF16, ClosedError, EpError, InvalidCount, InvalidRouting, RoundError
+from ep_a2a import BF16, NVFP4, ClosedError, EpError, InvalidCount, InvalidRouting, RoundError
+from ep_a2a.arguments import DispatchSpec
+from ep_a2a.quant import encode
 from ep_a2a.testing import assert_same_bits
 from tests import bodies
 from tests.bodies import PATIENCE_S, Case
@@ -137,6 +139,28 @@ def test_a_correct_call_follows_each_bad_one(name):
                 round_of(a2a, round_)
 
     run(2, body)
+
+
+def test_tensors_like_those_that_passed_are_not_checked_in_words(monkeypatch):
+    words = []
+    check = DispatchSpec._check_rows
+    monkeypatch.setattr(DispatchSpec, "_check_rows", lambda *given: words.append(1) or check(*given))
+    spec = DispatchSpec(Case().config(), torch.device("cpu"))
+    x, ids, weights = torch.ones(5, 512), torch.zeros(5, 4, dtype=torch.int32), torch.ones(5, 4)
+    planes = encode(x, NVFP4)
+
+    def checks_in_words(*given):
+        before = len(words)
+        spec.check(*given, None, ())
+        return len(words) > before
+
+    new = [(x, ids, weights), (x.bfloat16(), ids, weights), (planes, ids, weights), (planes[:2], ids, weights)]
+    for given in (*new, (x[:4], ids[:4], weights[:4]), (x.clone(), ids, torch.ones(5, 8)[:, :4].contiguous())):
+        assert checks_in_words(*given)
+        copies = [tuple(t.clone() for t in part) if isinstance(part, tuple) else part.clone() for part in given]
+        assert not checks_in_words(*copies)
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")  # as in another torch
+    assert [checks_in_words(x[:3], ids[:3], weights[:3]) for _ in range(2)] == [True, True]
 
 
 def test_packed_rows_need_nvfp4():
