@@ -99,7 +99,7 @@ inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(valu
 inline float mul_rn(float a, float b) { return a * b; }
 inline float add_rn(float a, float b) { return a + b; }
 inline float div_rn(float a, float b) { return a / b; }
-// For sums whose bits may differ between the builds: rounded twice here, where one rounding can be a library call.
+// Rounded twice here, where one rounding can be a library call: the same bits as on a GPU where the product is exact.
 inline float mul_add(float a, float b, float c) { return a * b + c; }
 inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
   const uint32_t low = std::max(a & 0xffff, b & 0xffff), high = std::max(a >> 16, b >> 16);
